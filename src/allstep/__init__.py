@@ -1,0 +1,47 @@
+"""Data-parallel training for PyTorch. `import allstep` loads nothing heavy; each public name is loaded on first use."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from allstep.argument_parser import ArgumentParser
+    from allstep.arguments import TrainingArguments
+    from allstep.comm.process_group import join, leave
+    from allstep.ddp.module import DistributedDataParallel
+    from allstep.environment import WorkerEnvironment
+    from allstep.trainer.callbacks import TrainerCallback
+    from allstep.trainer.trainer import Trainer
+
+_HOMES = {
+    "ArgumentParser": "allstep.argument_parser",
+    "DistributedDataParallel": "allstep.ddp.module",
+    "Trainer": "allstep.trainer.trainer",
+    "TrainerCallback": "allstep.trainer.callbacks",
+    "TrainingArguments": "allstep.arguments",
+    "WorkerEnvironment": "allstep.environment",
+    "join": "allstep.comm.process_group",
+    "leave": "allstep.comm.process_group",
+}
+
+__all__ = [
+    "ArgumentParser",
+    "DistributedDataParallel",
+    "Trainer",
+    "TrainerCallback",
+    "TrainingArguments",
+    "WorkerEnvironment",
+    "join",
+    "leave",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'allstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

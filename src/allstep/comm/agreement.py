@@ -1,0 +1,78 @@
+"""Votes and comparisons: what ranks must agree on before they go on, and what they say when one of them cannot."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from allstep.comm.communicator import Communicator
+from allstep.errors import RankFailedError, ReplicaError
+
+__all__ = ["check_same_replicas", "digest", "fail_together", "failing_together"]
+
+
+def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256, in hexadecimal, of names, shapes, dtypes and bytes of tensors; equal digests mean equal bits."""
+    sha = hashlib.sha256()
+    for name, tensor in named_tensors:
+        flat = tensor.detach().cpu().contiguous()
+        sha.update(f"{name}:{tuple(flat.shape)}:{flat.dtype};".encode())
+        if flat.numel():
+            sha.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def fail_together(communicator: Communicator, error: Exception | None, doing: str) -> None:
+    """Collective. Where any rank brings an error, all raise: that rank its own error, the others one that tells it.
+
+    Raises:
+        RankFailedError: on the ranks that had no error of their own.
+    """
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    words = communicator.all_gather_object(said)
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, text in enumerate(words) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        others = f" ({len(failed)} ranks failed)" if len(failed) > 1 else ""
+        raise RankFailedError(f"Rank {rank} failed while {doing}: {text}{others}. Rank {communicator.rank} stops with it.")
+
+
+@contextmanager
+def failing_together(communicator: Communicator, doing: str) -> Iterator[None]:
+    """Collective. Run a block that contains no collective; an error on any rank is raised on all (see `fail_together`)."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the peers have to hear of it
+        error = caught
+    fail_together(communicator, error, doing)
+
+
+def check_same_replicas(communicator: Communicator, described: list[str]) -> None:
+    """Collective. Compare one line a parameter or buffer ("name: shape, dtype, …") with those of rank 0.
+
+    Raises:
+        ReplicaError: on every rank, with the first line that differs as both ranks have it.
+    """
+    own = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    if len(set(communicator.all_gather_object(own))) == 1:
+        return
+    everyone: list[list[str]] = communicator.all_gather_object(described)
+    reference = everyone[0]
+    for rank, lines in enumerate(everyone):
+        if lines == reference:
+            continue
+        at = next(
+            (i for i, (a, b) in enumerate(zip(reference, lines, strict=False)) if a != b),
+            min(map(len, (reference, lines))),
+        )
+        here, there = (lines[at] if at < len(lines) else "nothing" for lines in (reference, lines))
+        raise ReplicaError(
+            f"The ranks hold different models. Rank 0 has {len(reference)} parameters and buffers, rank {rank} has "
+            f"{len(lines)}; the first difference is number {at}: rank 0 has {here}, rank {rank} has {there}. Build the same "
+            f"model on every rank, with the same parameters frozen, before wrapping it."
+        )
+    raise AssertionError("digests differ but lines do not")

@@ -1,0 +1,184 @@
+"""The seam to the network: the collectives that the engine and the trainer use, and nothing else.
+
+Everything above `comm` is handed a `Communicator`. There are two: `GroupCommunicator` over a torch process group, and
+`SoloCommunicator` for a world of one, where each collective has nothing to do, so that one rank and many run the same lines.
+A test hands the engine a third, which records, delays or fails what is asked of it.
+"""
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from allstep.errors import CollectiveError
+
+__all__ = ["Communicator", "GroupCommunicator", "Pending", "SoloCommunicator", "communicator_for"]
+
+_COALESCE_BYTES = 25 << 20
+"""Tensors are broadcast in flat messages of about this many bytes."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Return when the result may be read: on the CPU at once, on a device by work queued after this call."""
+
+
+class Communicator(ABC):
+    """Collectives among `size` ranks. All ranks make the same calls in the same order."""
+
+    rank: int
+    """This rank's number in the group, 0 to size - 1."""
+    size: int
+    """Number of ranks in the group."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
+        """Start to sum `tensor` over ranks, in place; with `average`, where `averages_in_flight`, to average it."""
+
+    @abstractmethod
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy rank 0's values into every rank's `tensors`; returns when they may be read."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank, on every rank. For small things: it pickles."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+
+    def averages_in_flight(self, device: torch.device) -> bool:
+        """Whether the backend can average tensors of `device`, and not only sum them."""
+        return False
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank. For small things: it pickles."""
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat zeroed tensor of `numel` elements; a backend may hand out memory that it reduces without a copy."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class SoloCommunicator(Communicator):
+    """A world of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
+        return _Done()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        return None
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    def averages_in_flight(self, device: torch.device) -> bool:
+        return True
+
+
+class GroupCommunicator(Communicator):
+    """The ranks of a torch process group, on any backend.
+
+    Errors of the backend become `CollectiveError`s that say on which rank and in what.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
+        assert not average or self.averages_in_flight(tensor.device)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        what = f"all_reduce of {tensor.numel()} {tensor.dtype}"
+        try:
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.broken(what, error) from error
+        assert work is not None
+        return _Waiting(work, self, what)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not tensors:
+            return
+        try:
+            for same_device in _by_device(tensors):
+                dist._broadcast_coalesced(self.group, same_device, _COALESCE_BYTES, 0)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise self.broken(f"broadcast of {len(tensors)} tensors", error) from error
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        try:
+            pickle.dumps(value)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise TypeError(f"Rank {self.rank} cannot send a {type(value).__name__} to its peers: {error}") from error
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise self.broken(f"all_gather of a {type(value).__name__}", error) from error
+        return values
+
+    def barrier(self) -> None:
+        self.all_gather_object(None)  # torch's own barrier guesses a device where a group has several
+
+    def averages_in_flight(self, device: torch.device) -> bool:
+        return device.type == "cuda"  # NCCL has an averaging sum; gloo does not
+
+    def broken(self, what: str, error: BaseException) -> CollectiveError:
+        """The error that tells a person that `what` broke off because of `error`."""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return CollectiveError(
+            f"Rank {self.rank} of {self.size}: {what} broke off: {reason}. Another rank has failed, has left, or did not "
+            f"come within the timeout; its own message says why."
+        )
+
+
+class _Waiting:
+    """Waits for a torch Work and turns its errors into ours."""
+
+    def __init__(self, work: Any, by: GroupCommunicator, what: str) -> None:
+        self._work, self._by, self._what = work, by, what
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._by.broken(self._what, error) from error
+
+
+def communicator_for(group: "dist.ProcessGroup | Communicator | None") -> Communicator:
+    """The communicator of `group`; of the default group where that is None; of a world of one where nobody joined one."""
+    if isinstance(group, Communicator):
+        return group
+    if group is not None:
+        return GroupCommunicator(group)
+    if dist.is_available() and dist.is_initialized():
+        default = dist.group.WORLD
+        assert default is not None
+        return GroupCommunicator(default)
+    return SoloCommunicator()
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors grouped by device, in order; `_broadcast_coalesced` takes one device and contiguous memory of each dtype."""
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())

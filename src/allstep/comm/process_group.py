@@ -1,0 +1,199 @@
+"""Join and leave: from `WorkerEnvironment` to a joined torch process group and a `World` that says who we are."""
+
+import atexit
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from allstep.environment import WorkerEnvironment
+from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
+
+__all__ = ["DEFAULT_TIMEOUT", "World", "available_backends", "choose_backend", "choose_device", "join", "leave"]
+
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+"""For joining and for every collective, where nobody says otherwise."""
+
+NATIVE_BACKEND = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl", "cpu": "gloo"}
+"""The backend made for each kind of device."""
+
+KNOWN_BACKENDS = ("gloo", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "ucc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Who this process is in its job, after joining."""
+
+    rank: int
+    """Number of this process in the job."""
+    size: int
+    """Number of processes in the job."""
+    local_rank: int
+    """Number of this process on its host."""
+    local_size: int
+    """Number of processes of the job on this host."""
+    host: str
+    """Name of this host."""
+    device: str
+    """Device of this process: "cpu", or for example "cuda:1"."""
+    backend: str
+    """Backend of the process group; "none" in a world of one."""
+    launcher: str
+    """Who started this process (see `WorkerEnvironment.launcher`)."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def to_json(self) -> str:
+        """One line of JSON; `World(**json.loads(line))` gives the same object."""
+        return json.dumps(asdict(self))
+
+
+def join(
+    *,
+    backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    use_cpu: bool = False,
+    environment: WorkerEnvironment | None = None,
+) -> World:
+    """Join the job that this process was started for, once; with no launcher, or one process, there is nothing to join.
+
+    A default group that exists already, made by the user, is kept and gets `timeout`.
+
+    Args:
+        backend: name of a torch.distributed backend; None takes the one made for the device (see `NATIVE_BACKEND`).
+        timeout: for joining and for every collective of the group.
+        use_cpu: keep off accelerators.
+        environment: who this process is; None reads the launcher's variables.
+
+    Raises:
+        LaunchVariablesError: the variables are half set, or give a rank a device that is not there.
+        BackendError: `backend` is not there, in this torch or on this machine.
+        CollectiveError: the other ranks did not come within `timeout`.
+    """
+    environment = environment or WorkerEnvironment.from_variables(os.environ)
+    device = choose_device(environment, use_cpu=use_cpu or environment.use_cpu)
+    joined = dist.is_available() and dist.is_initialized()
+    if joined:
+        dist.distributed_c10d._set_pg_timeout(timeout)
+    elif environment.world_size > 1 or backend is not None:
+        backend = choose_backend(backend, device.type)
+        if environment.world_size > 1:
+            _initialize(environment, backend, device, timeout)
+            joined = True
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return World(
+        rank=dist.get_rank() if joined else 0,
+        size=dist.get_world_size() if joined else 1,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+        host=socket.gethostname(),
+        device=str(device),
+        backend=dist.get_backend() if joined else "none",
+        launcher=environment.launcher,
+    )
+
+
+def leave() -> None:
+    """Leave the default process group, if there is one. Called at exit by itself where `join` made the group."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(environment: WorkerEnvironment, *, use_cpu: bool) -> torch.device:
+    """This rank's own device: the accelerator numbered like its local rank, or the CPU where there is none.
+
+    Raises:
+        LaunchVariablesError: more ranks on this host than devices.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if use_cpu or accelerator is None or accelerator.type not in NATIVE_BACKEND:
+        return torch.device("cpu")
+    devices = torch.accelerator.device_count()
+    if environment.local_rank >= devices:
+        raise LaunchVariablesError(
+            f"Rank {environment.rank} has LOCAL_RANK={environment.local_rank}, but this host shows {devices} "
+            f"{accelerator.type} device(s), one for each rank. Start at most {devices} ranks here, or train on the CPU "
+            f"with use_cpu=True."
+        )
+    return torch.device(accelerator.type, environment.local_rank)
+
+
+def available_backends() -> list[str]:
+    """Backends that this torch has and for which this machine has the device."""
+    return [name for name in KNOWN_BACKENDS if _is_available(name)]
+
+
+def choose_backend(asked: str | None, device_type: str) -> str:
+    """The backend to use for tensors of `device_type`: the one asked for, or the one made for that device.
+
+    Raises:
+        BackendError: the backend is not in this torch, needs a device that is not here, or does not take `device_type`.
+    """
+    name = (asked or NATIVE_BACKEND[device_type]).lower()
+    if not _is_available(name):
+        needs = _device_of(name)
+        reason = (
+            f"it needs a device of type {needs!r}, and this machine shows none"
+            if needs not in (None, "cpu") and dist.is_backend_available(name)
+            else "this torch was built without it, or no imported package registered it"
+        )
+        raise BackendError(
+            f"ddp_backend={name!r} cannot be used here: {reason}. Backends that are here: "
+            f"{', '.join(available_backends())}. Leave ddp_backend out to get {NATIVE_BACKEND[device_type]!r}, the one made "
+            f"for {device_type!r}."
+        )
+    needs = _device_of(name)
+    if needs not in (None, "cpu") and device_type != needs:
+        raise BackendError(
+            f"ddp_backend={name!r} moves {needs} tensors, but this rank trains on {device_type!r}. "
+            f"Write ddp_backend={NATIVE_BACKEND[device_type]!r}, or leave it out."
+        )
+    return name
+
+
+def _device_of(backend: str) -> str | None:
+    return next((device for device, name in NATIVE_BACKEND.items() if name == backend), None)
+
+
+def _is_available(backend: str) -> bool:
+    device = _device_of(backend)
+    if device not in (None, "cpu"):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != device:
+            return False
+    return dist.is_available() and dist.is_backend_available(backend)
+
+
+def _initialize(environment: WorkerEnvironment, backend: str, device: torch.device, timeout: timedelta) -> None:
+    if environment.local_world_size == environment.world_size and "lo" in (name for _, name in socket.if_nameindex()):
+        # gloo asks the name server for this host's address otherwise, which hangs or fails on machines without one
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # objects and decisions go over the CPU, so that they never wait for a device
+    names = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and backend != "mpi" else backend
+    try:
+        dist.init_process_group(
+            names,
+            init_method=f"tcp://{_bracketed(environment.master_addr)}:{environment.master_port}",
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CollectiveError(
+            f"Rank {environment.rank} of {environment.world_size} could not join the others at "
+            f"{environment.master_addr}:{environment.master_port} within {timeout.total_seconds():g} s "
+            f"(backend {backend!r}): {error}"
+        ) from error
+    atexit.register(leave)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

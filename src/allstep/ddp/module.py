@@ -1,0 +1,228 @@
+"""`DistributedDataParallel`: the module that people wrap theirs in."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allstep.comm.agreement import check_same_replicas
+from allstep.comm.communicator import Communicator, communicator_for
+from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec
+from allstep.ddp.reducer import Reducer, Totals
+from allstep.ddp.sync import broadcast_states, buffers_of, describe_states
+from allstep.ddp.unused import reached_parameters, tensors_in
+
+__all__ = ["DistributedDataParallel"]
+
+_DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
+
+
+class DistributedDataParallel(nn.Module):
+    """Train one replica of `module` on each rank, with gradients averaged over ranks while backward runs.
+
+    Argument names and values are those of `torch.nn.parallel.DistributedDataParallel`. After `backward()` every rank holds
+    the mean over ranks of the gradients; all replicas start from rank 0's parameters and buffers.
+
+    Args:
+        module: the model, on its device. All ranks must build the same one.
+        device_ids: the one device of this rank, for a module on an accelerator; inputs are moved there.
+        output_device: accepted for compatibility; must be the same device.
+        broadcast_buffers: send rank 0's buffers to all ranks at the start of a forward, once for each reduction.
+        init_sync: compare the replicas when wrapping, and send rank 0's parameters and buffers to all.
+        process_group: the ranks to average over; None is the default group, or a world of one where nobody joined a group.
+        bucket_cap_mb: size of buckets in MiB. None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1.
+        find_unused_parameters: False: a parameter without a gradient is an error in the same backward. True: walk the graph
+            after each forward to know such parameters beforehand. None: no walk; a rank without a gradient takes part
+            with zeros, and a parameter that no rank used keeps the `.grad` it had.
+        gradient_as_bucket_view: leave `.grad` as views of flat storage, so that gradients exist once in memory.
+
+    Attributes that this class does not have are those of `module`.
+
+    Raises:
+        ReplicaError: on every rank, where the ranks' modules differ.
+        ValueError: nothing in `module` can be trained, or `device_ids` does not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        *,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | Communicator | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = False,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        super().__init__()
+        self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in self._ignored]
+        if not named:
+            raise ValueError(
+                f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to reduce. Use it "
+                f"without the wrapper."
+            )
+        self.module = module
+        self.device = named[0][1].device
+        self._input_device = _input_device(self.device, device_ids, output_device)
+        self._communicator = communicator_for(process_group)
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.require_backward_grad_sync = True
+        """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
+        self._buffers_are_due = True  # rank 0's buffers have not been sent since the last forward that is reduced
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        if init_sync:
+            check_same_replicas(self._communicator, describe_states(module, self._ignored))
+            states = [p for n, p in module.named_parameters() if n not in self._ignored]
+            broadcast_states(self._communicator, [*states, *buffers_of(module, self._ignored)])
+        self._reducer = Reducer(
+            [parameter for _, parameter in named],
+            [_spec(name, parameter) for name, parameter in named],
+            self._communicator,
+            BucketCaps.of(bucket_cap_mb, default_mb=_DEFAULT_CAP_MB.get(self.device.type, 25.0)),
+            as_views=gradient_as_bucket_view,
+            strict=find_unused_parameters is False,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; its backward is reduced, unless it runs under `no_sync` or without gradients."""
+        if self._input_device is not None:
+            inputs, kwargs = _moved((inputs, kwargs), self._input_device)
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        self._send_buffers_if_due()
+        outputs = self.module(*inputs, **kwargs)
+        if not self.require_backward_grad_sync:
+            self._reducer.disarm()
+            return outputs
+        self._buffers_are_due = True
+        self._reducer.arm(self._unreached(outputs) if self.find_unused_parameters else ())
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
+                tensor.register_hook(self._reducer.begin)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside keep their gradients on this rank; the first one after it reduces all that was accumulated."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def weigh(self, weight: float, carried: float | torch.Tensor = 0.0) -> None:
+        """Between forward and backward: divide the coming reduction by the sum over ranks of `weight`, not by their number.
+
+        Losses must then have been multiplied by what they are worth, for example a mean over samples by the number of
+        samples, and `weight` is the total of this rank since the last reduction. `carried` is one more number to sum over
+        ranks. Both sums come at no collective of their own and are in `totals` after the backward.
+        """
+        self._reducer.weigh(weight, carried)
+
+    def take_part(self, *, weight: float | None = None, carried: float = 0.0) -> None:
+        """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""
+        self._send_buffers_if_due()
+        self._buffers_are_due = True
+        if weight is not None:
+            self._reducer.weigh(weight, carried)
+        self._reducer.take_part()
+
+    def abandon(self, reason: str) -> None:
+        """Collective. Take part in the reduction that the others wait in, and tell them that this rank failed, and why.
+
+        Raises:
+            RankFailedError: unless all ranks abandoned this reduction.
+        """
+        self._send_buffers_if_due()
+        self._buffers_are_due = True
+        self._reducer.abandon(reason)
+
+    @property
+    def totals(self) -> Totals | None:
+        """What the last reduction summed beside gradients: the weight, and the number carried."""
+        return self._reducer.totals
+
+    @property
+    def bucket_layout(self) -> BucketLayout:
+        """Which gradient lies where in which bucket; print it."""
+        return self._reducer.layout
+
+    @property
+    def reductions(self) -> int:
+        """How often the gradients have been reduced."""
+        return self._reducer.reductions
+
+    @property
+    def collectives_per_bucket(self) -> list[int]:
+        """Per bucket, how many collectives have been started."""
+        return list(self._reducer.launched)
+
+    def _send_buffers_if_due(self) -> None:
+        if self._buffers_are_due and self.broadcast_buffers:
+            broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
+        self._buffers_are_due = False
+
+    def _unreached(self, outputs: Any) -> list[int]:
+        reached = reached_parameters(outputs)
+        return [index for parameter, index in self._index_of.items() if parameter not in reached]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            try:
+                return getattr(self.module, name)
+            except AttributeError:
+                wrapped = type(self.module).__name__
+                raise AttributeError(f"Neither DistributedDataParallel nor the {wrapped} in it has {name!r}.") from None
+
+
+def _spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        itemsize=parameter.element_size(),
+        device=str(parameter.device),
+    )
+
+
+def _input_device(
+    device: torch.device, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    """Where inputs are moved to; None where they stay as they are."""
+    if not device_ids and output_device is None:
+        return None
+    wanted = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+    named = [torch.device(device.type, d) if isinstance(d, int) else torch.device(d) for d in wanted]
+    if device.type == "cpu" or any(d != device for d in named):
+        raise ValueError(
+            f"device_ids={device_ids} and output_device={output_device} do not fit a module on {device}: write "
+            f"{'device_ids=None' if device.type == 'cpu' else f'device_ids=[{device.index}]'}."
+        )
+    return device
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in tuples, lists and dicts on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,333 @@
+"""One backward: gradients come in, full buckets go out in fixed order, and at the end every rank holds the mean.
+
+    forward ──arm──> ARMED ──first gradient──> COLLECTING ──end of backward: finish──> ARMED
+    forward under no_sync ──disarm──> LOCAL
+
+A hook on each parameter counts down its bucket. Buckets are launched strictly in layout order, whatever the order in which
+they fill, so that ranks can never pair different buckets. What no gradient came for is closed at the end of backward.
+
+Behind the last bucket's gradients ride, summed over ranks by the same collective: which parameters were used, one status a
+rank, and two numbers of the caller (a weight and one more). So a rank that ran out of data, that used other parameters, or
+that failed, is known to all at no collective more.
+"""
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from allstep.comm.communicator import Communicator, Pending
+from allstep.ddp.buffers import GradientStorage
+from allstep.ddp.layout import Bucket, BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from allstep.errors import RankFailedError, UnusedParametersError
+
+__all__ = ["Phase", "Reducer", "Totals"]
+
+
+class Phase(enum.Enum):
+    """Where the reducer stands."""
+
+    LOCAL = "the last forward ran under no_sync: gradients stay on this rank"
+    ARMED = "the next backward will be reduced; no gradient of it has come yet"
+    COLLECTING = "a backward runs: gradients come in, full buckets are on their way"
+
+
+class _Status(enum.IntEnum):
+    """What a rank says of itself in its rider."""
+
+    WELL = 0
+    LACKS_GRADIENTS = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the last reduction summed over ranks beside gradients (0-dim float32 tensors, on the gradients' device)."""
+
+    weight: torch.Tensor
+    carried: torch.Tensor
+
+
+class Reducer:
+    """Averages the gradients of `parameters` over the ranks of `communicator`, overlapped with backward.
+
+    Args:
+        parameters: the trainable parameters, in registration order; the same on every rank.
+        specs: what they are, in the same order.
+        communicator: the ranks to average over.
+        caps: how large buckets may be.
+        as_views: leave gradients as views of the flat storage; otherwise copy them back into tensors of their own.
+        strict: a parameter without a gradient is an error; otherwise a rank without one takes part with zeros.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        communicator: Communicator,
+        caps: BucketCaps,
+        *,
+        as_views: bool,
+        strict: bool,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._names = [spec.name for spec in specs]
+        self._communicator = communicator
+        self._as_views = as_views
+        self._strict = strict
+        count, size = len(self._parameters), communicator.size
+        # gradients usually come in reverse registration order
+        self.layout: BucketLayout = plan_layout(specs, range(count - 1, -1, -1), caps, riders=count + size + 2)
+        self.storage = GradientStorage(self.layout, self._parameters, communicator.allocate)
+        self._bucket_of = {slot.parameter: bucket.index for bucket in self.layout.buckets for slot in bucket.slots}
+        riders = self.storage.riders
+        self._used, self._statuses, self._numbers = riders[:count], riders[count : count + size], riders[count + size :]
+        self._on_cpu = riders.device.type == "cpu"
+
+        self.phase = Phase.ARMED
+        self.reductions = 0
+        """Reductions done since the start, each of every bucket once."""
+        self.launched: list[int] = [0] * len(self.layout.buckets)
+        """Per bucket, collectives started since the start."""
+        self.totals: Totals | None = None
+        """Sums over ranks of the last reduction; None before the first."""
+
+        # of the current window: everything since the last reduction
+        self._touched = bytearray(count)  # parameters that got a gradient on this rank
+        self._weight: tuple[float, float | torch.Tensor] | None = None  # the caller's numbers; None divides by ranks
+        # of the current backward
+        self._ready = bytearray(count)  # parameters whose gradient is final
+        self._missing: list[int] = []  # per bucket, parameters that are not ready
+        self._unreached: list[int] = []  # parameters that the graph does not reach
+        self._next = 0  # first bucket that is not launched
+        self._pending: list[Pending] = []
+        self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
+        self._excused = False  # this rank ran no backward, and said so
+        self._failure: str | None = None  # why this rank cannot bring its gradients
+        self._reset()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    # ---- what the wrapper calls around a forward
+
+    def arm(self, unreached: Collection[int] = ()) -> None:
+        """Reduce the next backward. `unreached` parameters get no gradient in it and need not be waited for."""
+        if self.phase is Phase.COLLECTING:
+            self.abandon("its last backward did not come to its end")
+        self.phase = Phase.ARMED
+        self._unreached = list(unreached)
+
+    def disarm(self) -> None:
+        """Keep the gradients of the next backward on this rank."""
+        if self.phase is Phase.COLLECTING:
+            self.abandon("its last backward did not come to its end")
+        self.phase = Phase.LOCAL
+
+    def begin(self, *_: object) -> None:
+        """A backward has started; called inside it, so that `finish` runs when autograd has done all of it."""
+        if self.phase is not Phase.ARMED:
+            return
+        self.phase = Phase.COLLECTING
+        Variable._execution_engine.queue_callback(self.finish)
+        for index in self._unreached:
+            self._mark_ready(index)
+
+    # ---- what a training loop calls
+
+    def weigh(self, weight: float, carried: float | torch.Tensor = 0.0) -> None:
+        """Divide the next reduction by the sum over ranks of `weight` instead of by their number.
+
+        Gradients must then be those of a *sum* with that weight. `carried` is one more number to sum over ranks; both sums
+        are in `totals` afterwards.
+        """
+        self._weight = (weight, carried)
+
+    def take_part(self) -> None:
+        """Collective. Reduce now, without a backward, whatever gradients this rank holds: possibly none at all."""
+        self.phase = Phase.COLLECTING
+        self._excused = True
+        self.finish()
+
+    def abandon(self, reason: str) -> None:
+        """Collective. Close this rank's part of a reduction that it cannot bring to its end, and tell the others why.
+
+        Raises:
+            RankFailedError: some other rank did bring its gradients; where all abandoned alike, all may go on.
+        """
+        self._failure = reason
+        self.take_part()
+
+    # ---- inside a backward
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        self._touched[index] = 1
+        if self.phase is Phase.LOCAL:
+            return
+        if self.phase is Phase.ARMED:
+            self.begin()
+        if self._ready[index]:
+            if self._bucket_of[index] < self._next:
+                raise RuntimeError(
+                    f"Rank {self._communicator.rank}: {self._names[index]!r} got a second gradient in one backward, after "
+                    f"its bucket had been sent. It is used in several checkpointed blocks, or outside of the wrapper's "
+                    f"forward: use non-reentrant checkpointing (use_reentrant=False), or find_unused_parameters=None."
+                )
+            return
+        self._mark_ready(index)
+
+    def _mark_ready(self, index: int) -> None:
+        self._ready[index] = 1
+        self._missing[self._bucket_of[index]] -= 1
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.layout.buckets[self._next]
+        last = bucket.index == len(self.layout.buckets) - 1
+        average = self._weight is None and self._communicator.averages_in_flight(self.storage.riders.device)
+        self._fill(bucket)
+        if self._weight is None and not average:
+            # before the sum, so that it stays in the range of fp16
+            self.storage.gradients[bucket.index].mul_(1.0 / self._communicator.size)
+        if last:
+            self._write_riders(1.0 * self._communicator.size if average else 1.0)
+        self._next += 1
+        self.launched[bucket.index] += 1
+        self._pending.append(self._communicator.all_reduce(self.storage.buckets[bucket.index], average=average))
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Bring the gradients of a bucket into flat storage."""
+        views, fresh = [], []
+        for slot in bucket.slots:
+            parameter, view = self._parameters[slot.parameter], self.storage.views[slot.parameter]
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                if gradient.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"The gradient of {slot.name!r} is sparse, which is not supported yet: use sparse=False."
+                    )
+                views.append(view)
+                fresh.append(gradient)
+                if self._as_views:
+                    parameter.grad = view
+            elif not self._touched[slot.parameter]:
+                self._kept[slot.parameter] = view.clone()
+        if views:
+            torch._foreach_copy_(views, fresh)
+
+    def _write_riders(self, scale: float) -> None:
+        lacking = self._strict and not self._excused and not all(self._touched)
+        status = _Status.FAILED if self._failure else _Status.LACKS_GRADIENTS if lacking else _Status.WELL
+        weight, carried = self._weight or (1.0, 0.0)
+        head = torch.tensor([*self._touched, *([0.0] * self._communicator.size), weight, 0.0], dtype=torch.float32)
+        head[len(self._touched) + self._communicator.rank] = float(status)
+        self.storage.riders.copy_(head, non_blocking=True)
+        self._numbers[1].add_(carried)
+        if scale != 1.0:
+            self.storage.riders.mul_(scale)
+
+    # ---- at the end of a backward
+
+    def finish(self) -> None:
+        """Launch what is left, wait for all, and leave the mean in the parameters' gradients.
+
+        Raises:
+            UnusedParametersError: `strict`, and some rank had no gradient for some parameter.
+            RankFailedError: another rank failed and took part without its gradients.
+            CollectiveError: a peer is gone, or the group's timeout ran out.
+        """
+        if self.phase is not Phase.COLLECTING:
+            return
+        try:
+            while self._next < len(self.layout.buckets):
+                self._launch()
+            for pending in self._pending:
+                pending.wait()
+            numbers = self._numbers.clone()
+            self.totals = Totals(numbers[0], numbers[1])
+            if self._weight is not None:
+                scale = torch.where(numbers[0] > 0, 1.0 / numbers[0], 0.0)
+                for gradients in self.storage.gradients:
+                    gradients.mul_(scale)
+            self._hand_out()
+            self._raise_what_riders_say()
+        finally:
+            self.reductions += 1
+            self._reset()
+
+    def _hand_out(self) -> None:
+        """Make each gradient the mean; of a parameter that no rank used, leave what was there before."""
+        unused = [index for index, touched in enumerate(self._touched) if not touched]
+        counts = self._used[unused].tolist() if unused else []
+        untouched_anywhere = {index for index, count in zip(unused, counts, strict=True) if not count}
+        for index in untouched_anywhere & self._kept.keys():
+            self.storage.views[index].copy_(self._kept[index])
+        own, reduced = [], []
+        for index, (parameter, view) in enumerate(zip(self._parameters, self.storage.views, strict=True)):
+            if index in untouched_anywhere or parameter.grad is view:
+                continue
+            if self._as_views:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                own.append(parameter.grad)
+                reduced.append(view)
+        if own:
+            torch._foreach_copy_(own, reduced)
+
+    def _raise_what_riders_say(self) -> None:
+        if not self._on_cpu and self._weight is None and all(self._touched) and self._failure is None:
+            return  # reading would make the host wait for the device
+        statuses = [_Status(round(status)) for status in self._statuses.tolist()]
+        failed = [rank for rank, status in enumerate(statuses) if status is _Status.FAILED]
+        if failed and len(failed) < len(statuses):
+            words = self._communicator.all_gather_object(self._failure)
+            told = "; ".join(f"rank {rank}: {words[rank]}" for rank in failed)
+            raise RankFailedError(f"Rank {self._communicator.rank} stops because another rank failed: {told}")
+        lacking = [rank for rank, status in enumerate(statuses) if status is _Status.LACKS_GRADIENTS]
+        if lacking:
+            raise UnusedParametersError(self._unused_message(lacking))
+
+    def _unused_message(self, ranks: list[int]) -> str:
+        size = self._communicator.size
+        names = [
+            f"{name} ({size - round(count)} of {size} ranks)" if round(count) > 0 else name
+            for name, count in zip(self._names, self._used.tolist(), strict=True)
+            if round(count) < size
+        ]
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        return (
+            f"{len(names)} parameters got no gradient in this backward on rank(s) {', '.join(map(str, ranks))}: {shown}. They "
+            f"were not used in forward, or the outputs that use them did not enter the loss. Set "
+            f"find_unused_parameters=None to let ranks without a gradient take part with zeros, or True to find such "
+            f"parameters before each backward. The optimizer has not moved."
+        )
+
+    def _reset(self) -> None:
+        """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""
+        self._touched = bytearray(len(self._touched))
+        self._ready = bytearray(len(self._ready))
+        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
+        if not self.layout.buckets[-1].slots:
+            self._missing[-1] = 1  # riders without gradients leave at the end of backward
+        self._next = 0
+        self._pending = []
+        self._kept = {}
+        self._unreached = []
+        self._weight = None
+        self._excused = False
+        self._failure = None
+        self.phase = Phase.ARMED
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()

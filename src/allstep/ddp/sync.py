@@ -1,0 +1,34 @@
+"""Rank 0's parameters and buffers to every rank."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from allstep.comm.communicator import Communicator
+
+__all__ = ["broadcast_states", "buffers_of", "describe_states"]
+
+
+def broadcast_states(communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
+    """Collective. Overwrite `tensors` with rank 0's values, outside of autograd."""
+    communicator.broadcast([tensor.detach() for tensor in tensors])
+
+
+def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
+    """The buffers of `module` as they are now; a forward may have replaced some."""
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+def describe_states(module: nn.Module, ignored: set[str]) -> list[str]:
+    """A line for each parameter and buffer: what has to be equal on all ranks before they may train together."""
+    lines = [
+        f"{name}: {_kind(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+        for name, parameter in module.named_parameters()
+        if name not in ignored
+    ]
+    return lines + [f"{name}: {_kind(b)}, buffer" for name, b in module.named_buffers() if name not in ignored]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -6,6 +6,7 @@ A test hands the engine a third, which records, delays or fails what is asked of
 """
 
 import pickle
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -15,10 +16,13 @@ import torch.distributed as dist
 
 from allstep.errors import CollectiveError
 
-__all__ = ["Communicator", "GroupCommunicator", "Pending", "SoloCommunicator", "communicator_for"]
+__all__ = ["Communicator", "GroupCommunicator", "Pending", "SoloCommunicator", "communicator_for", "let_go_of_groups"]
 
 _COALESCE_BYTES = 25 << 20
 """Tensors are broadcast in flat messages of about this many bytes."""
+
+
+_LIVE: "weakref.WeakSet[GroupCommunicator]" = weakref.WeakSet()
 
 
 class Pending(Protocol):
@@ -98,10 +102,13 @@ class GroupCommunicator(Communicator):
     Errors of the backend become `CollectiveError`s that say on which rank and in what.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        # The default group is named by None and never held: gloo's threads end when the last reference goes, and one that
+        # outlives the interpreter aborts the process, in a quarter of all runs (test_clean_exit.py).
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        _LIVE.add(self)
 
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
         assert not average or self.averages_in_flight(tensor.device)
@@ -117,9 +124,11 @@ class GroupCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if not tensors:
             return
+        group = self.group or dist.group.WORLD
+        assert group is not None
         try:
             for same_device in _by_device(tensors):
-                dist._broadcast_coalesced(self.group, same_device, _COALESCE_BYTES, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(group, same_device, _COALESCE_BYTES, 0)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise self.broken(f"broadcast of {len(tensors)} tensors", error) from error
 
@@ -169,11 +178,14 @@ def communicator_for(group: "dist.ProcessGroup | Communicator | None") -> Commun
         return group
     if group is not None:
         return GroupCommunicator(group)
-    if dist.is_available() and dist.is_initialized():
-        default = dist.group.WORLD
-        assert default is not None
-        return GroupCommunicator(default)
-    return SoloCommunicator()
+    joined = dist.is_available() and dist.is_initialized()
+    return GroupCommunicator() if joined else SoloCommunicator()
+
+
+def let_go_of_groups() -> None:
+    """Make every communicator forget its group, so that the group's threads can end; before the interpreter does."""
+    for communicator in list(_LIVE):
+        communicator.group = None
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from allstep.comm.communicator import let_go_of_groups
 from allstep.environment import WorkerEnvironment
 from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
 
@@ -103,6 +104,7 @@ def join(
 
 def leave() -> None:
     """Leave the default process group, if there is one. Called at exit by itself where `join` made the group."""
+    let_go_of_groups()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

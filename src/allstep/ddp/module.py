@@ -129,7 +129,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._reducer.weigh(weight, carried)
 
-    def take_part(self, *, weight: float | None = None, carried: float = 0.0) -> None:
+    def take_part(self, *, weight: float | None = None, carried: float | torch.Tensor = 0.0) -> None:
         """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""
         self._send_buffers_if_due()
         self._buffers_are_due = True

@@ -1,0 +1,125 @@
+"""Micro-batches of this rank, in order, from a map-style dataset."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from allstep.data.collate import collate, select_columns
+from allstep.data.grid import MicroBatch, Pick
+from allstep.data.seeding import mixed, seed_generators
+from allstep.errors import DataError
+
+__all__ = ["Feed", "LoaderOptions", "MicroBatchLoader", "check_map_style"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How samples are fetched; nothing here changes which."""
+
+    collator: Callable[[list[Any]], Any] = collate
+    columns: frozenset[str] | None = None
+    """Names that the model takes; None keeps all."""
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    """Micro-batches that each worker fetches ahead."""
+
+
+class Feed(NamedTuple):
+    """A micro-batch and what fetching it gave."""
+
+    micro_batch: MicroBatch
+    sample_ids: list[int]
+    """Indices of its samples in the dataset."""
+    inputs: Any
+    """What the collator made of them."""
+
+
+class MicroBatchLoader:
+    """Fetches micro-batches from `dataset`.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`; `__getitems__` is used where it is there.
+        seed: of what is random in the dataset.
+        options: how samples are fetched.
+
+    Raises:
+        DataError: `dataset` is not map-style.
+    """
+
+    def __init__(self, dataset: Any, seed: int, options: LoaderOptions) -> None:
+        check_map_style(dataset)
+        self._picks = _Picks()
+        self._loader: DataLoader[Feed] = DataLoader(
+            _SeededDataset(dataset, options.columns, seed),
+            batch_sampler=self._picks,  # type: ignore[arg-type]  # torch only iterates over it
+            collate_fn=_Collator(options.collator),  # type: ignore[arg-type]  # __getitems__ gives it more than a list
+            num_workers=options.num_workers,
+            pin_memory=options.pin_memory,
+            persistent_workers=options.persistent_workers and options.num_workers > 0,
+            prefetch_factor=options.prefetch_factor if options.num_workers else None,
+            generator=torch.Generator(),  # of its own, so that fetching never moves the global one
+        )
+
+    def feeds(self, picks: Iterable[Pick]) -> Iterator[Feed]:
+        """Fetch `picks`, in order; loader workers, where there are some, fetch ahead."""
+        self._picks.current = picks
+        return iter(self._loader)
+
+
+class _Picks:
+    """The batch sampler: hands out what is to be fetched now."""
+
+    current: Iterable[Pick] = ()
+
+    def __iter__(self) -> Iterator[Pick]:
+        return iter(self.current)
+
+
+class _SeededDataset(Dataset[Any]):
+    """Fetches samples with every generator seeded by (seed, epoch, index), in whatever process it runs."""
+
+    def __init__(self, dataset: Any, columns: frozenset[str] | None, seed: int) -> None:
+        self._dataset, self._columns, self._seed = dataset, columns, seed
+
+    def __getitems__(self, pick: Pick) -> tuple[Pick, list[Any]]:
+        epoch = pick.micro_batch.epoch
+        if hasattr(self._dataset, "__getitems__"):
+            seed_generators(mixed(self._seed, epoch, *pick.sample_ids))
+            samples = self._dataset.__getitems__(pick.sample_ids)
+        else:
+            samples = [self._fetch(epoch, index) for index in pick.sample_ids]
+        return pick, [select_columns(sample, self._columns) for sample in samples]
+
+    def _fetch(self, epoch: int, index: int) -> Any:
+        seed_generators(mixed(self._seed, epoch, index))
+        return self._dataset[index]
+
+
+class _Collator:
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self._collator = collator
+
+    def __call__(self, fetched: tuple[Pick, list[Any]]) -> Feed:
+        pick, samples = fetched
+        return Feed(pick.micro_batch, pick.sample_ids, self._collator(samples))
+
+
+def check_map_style(dataset: Any) -> None:
+    """Refuse what has no length or no items.
+
+    Raises:
+        DataError: `dataset` is a stream, or lacks `__len__` or `__getitem__`.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{type(dataset).__name__} is an IterableDataset; streams are not supported yet. Give the Trainer a dataset with "
+            f"__len__ and __getitem__."
+        )
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        raise DataError(f"{type(dataset).__name__} has no {' and no '.join(missing)}: expected a map-style dataset, or a list.")

@@ -1,0 +1,1 @@
+"""The program `allstep`: one module a command."""

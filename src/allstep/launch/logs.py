@@ -1,0 +1,77 @@
+"""The files of one launch: what ranks other than 0 print, and the failure records. Nobody else can read them."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from allstep.errors import ArgumentsError
+
+__all__ = ["RankFiles"]
+
+TAIL_BYTES = 64 * 1024
+"""How far back from the end of a file its last lines are looked for."""
+
+
+class RankFiles:
+    """A private folder for one launch, and beside it the user's folder for the output, where there is one."""
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        """Make the folders.
+
+        Raises:
+            ArgumentsError: `log_dir` is not a folder that this user can write to.
+        """
+        if log_dir is not None:
+            try:
+                os.makedirs(log_dir, mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ArgumentsError(f"--log_dir {log_dir} cannot be made: {error.strerror}.") from None
+            if not os.access(log_dir, os.W_OK | os.X_OK):
+                raise ArgumentsError(f"--log_dir {log_dir} cannot be written to by this user.")
+        self._private = Path(tempfile.mkdtemp(prefix="allstep-"))  # mode 0700
+        self._asked = log_dir is not None
+        self._logs = Path(os.path.abspath(log_dir)) if log_dir is not None else self._private
+        self._opened: list[int] = []
+
+    def failure(self, rank: int) -> str:
+        """Where `rank` writes its failure record."""
+        return str(self._private / f"rank-{rank}.failure.json")
+
+    def log(self, rank: int) -> str:
+        """Where the output of `rank` goes."""
+        return str(self._logs / f"rank-{rank}.log")
+
+    def open_log(self, rank: int) -> int:
+        """A descriptor of the empty file for the output of `rank`; every write goes to its end."""
+        descriptor = os.open(self.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._opened.append(rank)
+        return descriptor
+
+    def tail(self, rank: int, most: int = 30) -> tuple[str, ...]:
+        """The last lines that `rank` wrote, at most `most`. Of a progress bar that redraws itself, its last state."""
+        if rank not in self._opened:
+            return ()
+        with open(self.log(rank), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        return tuple(line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")[-most:]) if text else ()
+
+    def finish(self, keep: bool) -> tuple[str, ...]:
+        """Remove what is not needed any more; returns the files kept. A folder that the user named keeps its files."""
+        if not keep and not self._asked:
+            shutil.rmtree(self._private, ignore_errors=True)
+            return ()
+        for record in self._private.glob("*.failure.json*"):
+            record.unlink(missing_ok=True)
+        kept = []
+        for rank in self._opened:
+            path = self.log(rank)
+            if self._asked or os.path.getsize(path) > 0:
+                kept.append(path)
+            else:
+                os.unlink(path)
+        if not any(self._private.iterdir()):
+            self._private.rmdir()
+        return tuple(kept)

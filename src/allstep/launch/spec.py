@@ -1,0 +1,155 @@
+"""What to launch, and the numbers that follow from the machine: ranks, cores, threads. Nothing in here starts a process."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from allstep.errors import ArgumentsError
+
+__all__ = ["LaunchSpec", "cores_available", "default_num_processes", "threads_per_rank", "visible_gpus"]
+
+ROOT = Path("/")
+"""Where /proc, /sys and /dev are looked for; tests put a folder of their own here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """One launch: which program, how many ranks, and what each of them is given.
+
+    Raises:
+        ArgumentsError: `num_processes`, `num_cpu_threads_per_process` or `grace_period` is too small, or
+            `main_process_port` is no port. One message lists all of them.
+    """
+
+    script: str
+    """Path of the script, or name of the module where `module` is true."""
+    module: bool = False
+    """Run `script` as `python -m` would."""
+    args: tuple[str, ...] = ()
+    """Arguments of the script, handed on untouched."""
+    num_processes: int = 1
+    """Ranks to start on this host."""
+    num_cpu_threads_per_process: int | None = None
+    """OMP_NUM_THREADS of each rank. None: the user's OMP_NUM_THREADS, else the cores of this job divided by the ranks."""
+    main_process_port: int = 0
+    """Port on which rank 0 meets the others; 0 takes a free one."""
+    log_dir: str | None = None
+    """Folder for the output of the ranks other than 0, kept in any case. None: a private one, kept after a failure."""
+    grace_period: float = 5.0
+    """Seconds a rank has to end after SIGTERM before it is killed."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_processes < 1:
+            problems.append(f"num_processes={self.num_processes}: expected 1 or more, one process per rank")
+        if self.num_cpu_threads_per_process is not None and self.num_cpu_threads_per_process < 1:
+            problems.append(f"num_cpu_threads_per_process={self.num_cpu_threads_per_process}: expected 1 or more")
+        if not 0 <= self.main_process_port <= 65535:
+            problems.append(f"main_process_port={self.main_process_port}: expected 1 to 65535, or 0 for a free one")
+        if not (self.grace_period >= 0 and math.isfinite(self.grace_period)):
+            problems.append(f"grace_period={self.grace_period}: expected a number of seconds, 0 or more")
+        if problems:
+            raise ArgumentsError("This cannot be launched: " + "; ".join(problems) + ".")
+
+    def command(self, python: str) -> list[str]:
+        """The command line of one rank, run by the interpreter `python`."""
+        return [python, "-m", "allstep.launch.worker", *(["-m"] if self.module else []), self.script, *self.args]
+
+    def to_json(self) -> str:
+        """One line of JSON, for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "LaunchSpec":
+        """The same object that wrote `text`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "args": tuple(fields["args"])})
+
+
+def threads_per_rank(cores: int, local_ranks: int, variables: Mapping[str, str], asked: int | None = None) -> int | None:
+    """OMP_NUM_THREADS for each rank: `asked`, else an equal part of the cores. None: leave the user's value as it is."""
+    if asked is not None:
+        return asked
+    if variables.get("OMP_NUM_THREADS"):
+        return None
+    return max(1, cores // local_ranks)
+
+
+def default_num_processes(gpus: int) -> int:
+    """One rank per visible GPU; one where there is none."""
+    return max(1, gpus)
+
+
+def visible_gpus(variables: Mapping[str, str], root: Path = ROOT) -> int:
+    """NVIDIA GPUs that a rank would see, counted without torch or the driver's library.
+
+    CUDA_VISIBLE_DEVICES narrows what the machine has. Like CUDA, the count ends at the first entry that is no device.
+    """
+    present = max(_entries(root / "proc/driver/nvidia/gpus", ""), _entries(root / "dev", "nvidia"))
+    listed = variables.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    visible = 0
+    for entry in (part.strip() for part in listed.split(",")):
+        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdecimal() and int(entry) < present):
+            break
+        visible += 1
+    return min(visible, present)
+
+
+def cores_available(affinity: int | None = None, root: Path = ROOT) -> int:
+    """Cores that this job may really use: its affinity mask, cut by the CPU quota of its control group.
+
+    Args:
+        affinity: cores in the affinity mask; None asks the kernel.
+    """
+    cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
+    quotas = [quota for folder in _cgroup_folders(root) if (quota := _quota(folder)) is not None]
+    # Rounded down: a thread more than the quota allows makes the kernel pause all of them in turn.
+    return max(1, min([cores, *(int(quota) for quota in quotas)]))
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """The folders, of version 1 or 2, whose quota holds for this process: its own control group and those above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            bases = [mounts, mounts / "unified"]
+        elif "cpu" in controllers.split(","):
+            bases = [mounts / controllers, mounts / "cpu"]
+        else:
+            continue
+        # Inside a container the path may be the host's and not exist here; then the root of the mount is our group.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for base in bases:
+            for length in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:length])
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores that one control group allows; None where it sets no limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return int(quota) / int(period) if quota not in ("max", "-1") else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _entries(folder: Path, prefix: str) -> int:
+    """Files in `folder` that are named `prefix` + a number, or anything where there is no prefix."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return 0
+    return sum(not prefix or (name.startswith(prefix) and name[len(prefix) :].isdecimal()) for name in names)

@@ -14,6 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+# Its functions keep whatever default group there is when it is first imported, as the default of their arguments; torch.optim
+# imports it. Imported here, before a group is made, it keeps none (test_clean_exit.py).
+import torch.distributed.nn.functional
+
 from allstep.errors import CollectiveError
 
 __all__ = ["Communicator", "GroupCommunicator", "Pending", "SoloCommunicator", "communicator_for", "let_go_of_groups"]

@@ -7,18 +7,37 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from allstep.errors import DataError
+
 __all__ = ["collate", "select_columns", "size_of", "to_device"]
 
 _LABELS = ("label", "label_ids")
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples into tensors with the sample as first dimension; columns "label" and "label_ids" become "labels"."""
-    if samples and isinstance(samples[0], Mapping):
-        samples = [{"labels" if key in _LABELS else key: value for key, value in sample.items()} for sample in samples]
-    elif samples and is_dataclass(samples[0]):
+    """Stack samples into tensors with the sample as first dimension; columns "label" and "label_ids" become "labels".
+
+    Python floats become torch's default dtype, lists of numbers rows.
+    """
+    if samples and is_dataclass(samples[0]):
         samples = [{field.name: getattr(sample, field.name) for field in fields(sample)} for sample in samples]
+    if samples and isinstance(samples[0], Mapping):
+        return {
+            "labels" if key in _LABELS else key: _stacked(key, [sample[key] for sample in samples]) for key in samples[0]
+        }
     return default_collate(list(samples))
+
+
+def _stacked(key: str, values: list[Any]) -> Any:
+    first: Any = values
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(first, (bool, int, float)):
+        return default_collate(values)  # which takes lists of numbers for columns, and makes Python floats float64
+    try:
+        return torch.tensor(values)
+    except ValueError as error:
+        raise DataError(f"Column {key!r} cannot be stacked: {error}. Give the Trainer a data_collator that pads it.") from None
 
 
 def select_columns(sample: Any, columns: frozenset[str] | None) -> Any:

@@ -110,12 +110,15 @@ class Pick(NamedTuple):
     """Indices into the dataset."""
 
 
-def training_picks(grid: Grid, position: DataPosition, rank: int, size: int, seed: int) -> Iterator[Pick]:
-    """What `rank` of `size` runs in the epoch at `position`, from its step on, in order."""
-    order = shuffled(grid.samples, seed, position.epoch)
-    for step in range(position.step, grid.steps_per_epoch):
-        for micro_batch in grid.window(position.epoch, step, rank, size):
+def training_picks(grid: Grid, position: DataPosition, steps: int, rank: int, size: int, seed: int) -> Iterator[Pick]:
+    """What `rank` of `size` runs in `steps` optimizer steps from `position` on, in order, over as many epochs as it takes."""
+    epoch, order = -1, torch.empty(0)
+    for _ in range(steps):
+        if position.epoch != epoch:
+            epoch, order = position.epoch, shuffled(grid.samples, seed, position.epoch)
+        for micro_batch in grid.window(epoch, position.step, rank, size):
             yield Pick(micro_batch, order[micro_batch.start : micro_batch.stop].tolist())
+        position = position.advanced(grid.steps_per_epoch)
 
 
 def evaluation_picks(samples: int, batch_size: int, rank: int, size: int) -> Iterator[Pick]:

@@ -147,6 +147,10 @@ class DistributedDataParallel(nn.Module):
         self._buffers_are_due = True
         self._reducer.abandon(reason)
 
+    def release(self) -> None:
+        """Let go of the module: its gradients are reduced no more. A wrapper that is dropped does so by itself."""
+        self._reducer.remove_hooks()
+
     @property
     def totals(self) -> Totals | None:
         """What the last reduction summed beside gradients: the weight, and the number carried."""

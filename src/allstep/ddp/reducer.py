@@ -12,6 +12,7 @@ that failed, is known to all at no collective more.
 """
 
 import enum
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,8 +109,11 @@ class Reducer:
         self._excused = False  # this rank ran no backward, and said so
         self._failure: str | None = None  # why this rank cannot bring its gradients
         self._reset()
+        # Hooks know the reducer weakly, or parameters would keep it alive and at work when its wrapper is long gone
+        # (test_wrapping_again.py).
+        itself = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, itself, index))
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -164,7 +168,7 @@ class Reducer:
 
     # ---- inside a backward
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, index: int) -> None:
         self._touched[index] = 1
         if self.phase is Phase.LOCAL:
             return
@@ -331,3 +335,9 @@ class Reducer:
         """Let go of the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
+    living = reducer()
+    if living is not None:
+        living._on_gradient(index)

@@ -11,6 +11,7 @@
 in the ranks by file and name, so they must stand at the top level of a module; arguments and results are pickled.
 """
 
+import atexit
 import contextlib
 import importlib.util
 import multiprocessing
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["Outcome", "RankPool", "RanksError", "run_ranks"]
 
@@ -61,18 +63,19 @@ class RankPool:
 
     def __init__(self, size: int, *, threads: int = 1, timeout: float = 60.0) -> None:
         self.size = size
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, self._store.port, threads, timeout, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(target=_serve, args=arguments)  # not a daemon: loader workers are its children
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call `fn(rank, size, *args)` on every rank and return the results by rank.
@@ -116,6 +119,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks."""
+        atexit.unregister(self.close)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -147,7 +151,7 @@ def _serve(rank: int, size: int, port: int, threads: int, timeout: float, pipe: 
     """The life of one rank of a pool: join, then run what comes through the pipe until it closes."""
     torch.set_num_threads(threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     modules: dict[str, ModuleType] = {}
     with contextlib.suppress(EOFError, OSError):

@@ -1,0 +1,100 @@
+"""The parts of a run that follow from arguments and data: grid, loader, collator, report."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from allstep.arguments import TrainingArguments
+from allstep.comm.agreement import digest
+from allstep.data.collate import collate
+from allstep.data.grid import Grid
+from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
+from allstep.data.position import DataPosition
+from allstep.errors import DataError
+from allstep.report.record import RunReport
+from allstep.trainer.losses import accepted_columns
+from allstep.trainer.run import Run
+
+__all__ = ["default_collator", "make_grid", "make_loader", "make_report"]
+
+
+def make_grid(args: TrainingArguments, dataset: Any, size: int) -> Grid:
+    """How `dataset` is laid out over the steps of `size` ranks.
+
+    Raises:
+        DataError: there is nothing to train on, or nothing that `dataloader_drop_last` leaves.
+    """
+    if dataset is None:
+        raise DataError("Trainer.train() needs a train_dataset; this Trainer was made without one.")
+    check_map_style(dataset)
+    grid = Grid(
+        samples=len(dataset),
+        micro_batch_size=args.per_device_train_batch_size,
+        micro_batches_per_step=size * args.gradient_accumulation_steps,
+        drop_last=args.dataloader_drop_last,
+    )
+    if grid.samples < grid.global_batch_size:
+        warnings.warn(
+            f"The training dataset has {grid.samples} samples, fewer than one global batch of {grid.global_batch_size} "
+            f"({size} ranks x {args.gradient_accumulation_steps} micro-batches x {args.per_device_train_batch_size} samples): "
+            f"each step is made of all {grid.samples}, and ranks without samples take part with weight zero.",
+            stacklevel=4,
+        )
+    return grid
+
+
+def make_loader(
+    args: TrainingArguments,
+    dataset: Any,
+    model: nn.Module,
+    label_names: list[str],
+    collator: Callable[[list[Any]], Any],
+    device: torch.device,
+) -> MicroBatchLoader:
+    """What fetches micro-batches of `dataset` for `model` on `device`."""
+    options = LoaderOptions(
+        collator=collator,
+        columns=accepted_columns(model, label_names) if args.remove_unused_columns else None,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and device.type != "cpu",
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )
+    return MicroBatchLoader(dataset, args.seed, options)
+
+
+def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+    """Pads where `processing_class` is a tokenizer, which takes an installed transformers; else stacks."""
+    if hasattr(processing_class, "pad"):
+        from transformers import DataCollatorWithPadding  # optional, and slow to import
+
+        padding: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)
+        return padding
+    return collate
+
+
+def make_report(run: Run, first_step: int, seconds: float, output_dir: str) -> RunReport:
+    """Collective. What `run` amounted to since `first_step`, with the digest of every rank's weights."""
+    state = run.callbacks.state
+    done, before = (_samples(run.grid, step) for step in (state.global_step, first_step))
+    own = digest((*run.bare_model.named_parameters(), *run.bare_model.named_buffers()))
+    return RunReport(
+        steps=state.global_step,
+        first_step=first_step,
+        epoch=state.epoch,
+        samples=done - before,
+        seconds=seconds,
+        train_loss=state.run.mean,
+        world_size=run.communicator.size,
+        digests=tuple(run.communicator.all_gather_object(own)),
+        output_dir=output_dir,
+    )
+
+
+def _samples(grid: Grid, global_step: int) -> int:
+    """Samples that the first `global_step` steps of a run consume."""
+    position = DataPosition.after(global_step, grid.steps_per_epoch)
+    return position.epoch * grid.samples_before(grid.steps_per_epoch) + grid.samples_before(position.step)

@@ -1,0 +1,71 @@
+"""Everything that one call of `Trainer.train` works with, put together once and handed to the loop."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from allstep.arguments import TrainingArguments
+from allstep.comm.communicator import Communicator
+from allstep.data.grid import Grid
+from allstep.data.loader import MicroBatchLoader
+from allstep.data.position import DataPosition
+from allstep.ddp.module import DistributedDataParallel
+from allstep.trainer.callbacks import CallbackHandler
+from allstep.trainer.meter import Meter
+
+__all__ = ["Plan", "Run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long a run is."""
+
+    max_steps: int
+    """Optimizer steps in all."""
+    epochs: int
+    """Passes over the data that are begun."""
+
+    @classmethod
+    def of(cls, args: TrainingArguments, steps_per_epoch: int) -> "Plan":
+        """`max_steps` where it is given, else `num_train_epochs` passes; a part of a pass is rounded up to whole steps."""
+        if args.max_steps > 0:
+            return cls(max_steps=args.max_steps, epochs=math.ceil(args.max_steps / steps_per_epoch))
+        steps = max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
+        return cls(max_steps=steps, epochs=math.ceil(args.num_train_epochs))
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The parts of a run; what changes while it runs is `position`, and the state and control of `callbacks`."""
+
+    args: TrainingArguments
+    plan: Plan
+    communicator: Communicator
+    device: torch.device
+    model: DistributedDataParallel
+    bare_model: nn.Module
+    """The model inside the wrapper."""
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    """A schedule with `step`, `state_dict` and `load_state_dict`."""
+    grid: Grid
+    loader: MicroBatchLoader
+    seed: int
+    """Of the order of the data."""
+    position: DataPosition
+    callbacks: CallbackHandler
+    label_names: list[str]
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor]
+    """The mean loss of a micro-batch, given the wrapped model and inputs on the device."""
+    meter: Meter
+    log: Callable[[dict[str, float]], None]
+    evaluate: Callable[[], dict[str, float]]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that the optimizer moves."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,95 @@
+"""One optimizer step: the window's micro-batches forward and backward, buckets reduced meanwhile, clip, step."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+
+from allstep.data.collate import to_device
+from allstep.data.grid import MicroBatch
+from allstep.data.loader import Feed
+from allstep.data.seeding import mixed, seed_generators
+from allstep.errors import AllstepError, CollectiveError, RankFailedError
+from allstep.trainer.losses import weight_of
+from allstep.trainer.meter import StepResult
+from allstep.trainer.precision import autocast
+from allstep.trainer.run import Run
+
+__all__ = ["take_step"]
+
+
+def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> StepResult:
+    """Run this rank's `window`, fetched from `feeds`, and let the optimizer take one step, the same on every rank.
+
+    Raises:
+        RankFailedError: another rank could not run its window; the optimizer has not moved.
+        Exception: whatever this rank's data or model raised, after the other ranks were told.
+    """
+    place = "before its first micro-batch"
+    try:
+        weight, loss = 0.0, torch.zeros((), device=run.device)
+        reduced = False
+        for micro_batch in window:
+            place = f"in micro-batch {micro_batch.number}, while fetching it"
+            feed = next(feeds)
+            assert feed.micro_batch == micro_batch
+            place = f"in micro-batch {micro_batch.number}, samples {_shown(feed.sample_ids)}"
+            last = micro_batch is window[-1]
+            own_weight = weight_of(feed.inputs, run.label_names)
+            weight += own_weight
+            if own_weight:  # without a label that counts, a mean loss would be 0/0
+                with nullcontext() if last else run.model.no_sync():
+                    loss = loss + _forward_backward(run, feed, own_weight, weight if last else None, loss)
+                reduced = last
+            if not last:
+                run.callbacks.call("on_substep_end")
+        if not reduced:
+            run.model.take_part(weight=weight, carried=loss)
+    except (CollectiveError, RankFailedError):
+        raise
+    except Exception as error:
+        _tell_others(run, error, place)
+        raise
+    return _step(run)
+
+
+def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, losses: torch.Tensor) -> torch.Tensor:
+    """weight x loss of one micro-batch, its gradients accumulated; with `total` they are reduced, divided by all weights."""
+    micro_batch = feed.micro_batch
+    seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
+    inputs = to_device(feed.inputs, run.device)
+    with autocast(run.args, run.device):
+        loss = run.compute_loss(run.model, inputs) * weight
+    if total is not None:
+        run.model.weigh(total, losses + loss.detach())
+    loss.backward()
+    return loss.detach()
+
+
+def _step(run: Run) -> StepResult:
+    totals = run.model.totals
+    assert totals is not None
+    parameters = run.parameters
+    norm = torch.nn.utils.clip_grad_norm_(parameters, run.args.max_grad_norm) if run.args.max_grad_norm > 0 else None
+    run.callbacks.call("on_pre_optimizer_step")
+    learning_rate = float(run.optimizer.param_groups[0]["lr"])
+    run.optimizer.step()
+    run.callbacks.call("on_optimizer_step")
+    run.scheduler.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return StepResult(totals.carried, totals.weight, norm, learning_rate)
+
+
+def _tell_others(run: Run, error: Exception, place: str) -> None:
+    """The other ranks are on their way into a reduction; meet them there, and say why there will be no step."""
+    step = run.callbacks.state.global_step + 1
+    where = f"rank {run.communicator.rank}, step {step}, {place}"
+    if sys.version_info >= (3, 11):
+        error.add_note(f"allstep: {where}")
+    with suppress(AllstepError):  # this rank's own error is the one to be raised
+        run.model.abandon(f"{type(error).__name__}: {error} ({where})")
+
+
+def _shown(sample_ids: list[int]) -> str:
+    return ", ".join(map(str, sample_ids[:16])) + (" …" if len(sample_ids) > 16 else "")

@@ -80,6 +80,8 @@ def join(
     """
     environment = environment or WorkerEnvironment.from_variables(os.environ)
     device = choose_device(environment, use_cpu=use_cpu or environment.use_cpu)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     joined = dist.is_available() and dist.is_initialized()
     if joined:
         dist.distributed_c10d._set_pg_timeout(timeout)
@@ -88,8 +90,6 @@ def join(
         if environment.world_size > 1:
             _initialize(environment, backend, device, timeout)
             joined = True
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
     return World(
         rank=dist.get_rank() if joined else 0,
         size=dist.get_world_size() if joined else 1,

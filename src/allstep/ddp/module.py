@@ -1,6 +1,6 @@
 """`DistributedDataParallel`: the module that people wrap theirs in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: False: a parameter without a gradient is an error in the same backward. True: walk the graph
             after each forward to know such parameters beforehand. None: no walk; a rank without a gradient takes part
             with zeros, and a parameter that no rank used keeps the `.grad` it had.
+        static_graph: every backward uses the same parameters; those that the first one did not use are not waited for.
         gradient_as_bucket_view: leave `.grad` as views of flat storage, so that gradients exist once in memory.
 
     Attributes that this class does not have are those of `module`.
@@ -57,6 +58,7 @@ class DistributedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | Communicator | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool | None = False,
+        static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__()
@@ -73,6 +75,7 @@ class DistributedDataParallel(nn.Module):
         self._communicator = communicator_for(process_group)
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
@@ -88,7 +91,7 @@ class DistributedDataParallel(nn.Module):
             self._communicator,
             BucketCaps.of(bucket_cap_mb, default_mb=_DEFAULT_CAP_MB.get(self.device.type, 25.0)),
             as_views=gradient_as_bucket_view,
-            strict=find_unused_parameters is False,
+            strict=find_unused_parameters is False and not static_graph,
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -103,7 +106,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.disarm()
             return outputs
         self._buffers_are_due = True
-        self._reducer.arm(self._unreached(outputs) if self.find_unused_parameters else ())
+        self._reducer.arm(self._unreached(outputs))
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
@@ -176,7 +179,12 @@ class DistributedDataParallel(nn.Module):
             broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
         self._buffers_are_due = False
 
-    def _unreached(self, outputs: Any) -> list[int]:
+    def _unreached(self, outputs: Any) -> Collection[int]:
+        """Parameters that the coming backward will leave without a gradient, as far as that is known beforehand."""
+        if self.static_graph:
+            return self._reducer.untouched if self._reducer.reductions else ()
+        if not self.find_unused_parameters:
+            return ()
         reached = reached_parameters(outputs)
         return [index for parameter, index in self._index_of.items() if parameter not in reached]
 

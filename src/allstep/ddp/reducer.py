@@ -93,6 +93,8 @@ class Reducer:
         """Reductions done since the start, each of every bucket once."""
         self.launched: list[int] = [0] * len(self.layout.buckets)
         """Per bucket, collectives started since the start."""
+        self.untouched: list[int] = []
+        """Parameters that got no gradient on this rank in the last reduction."""
         self.totals: Totals | None = None
         """Sums over ranks of the last reduction; None before the first."""
 
@@ -317,6 +319,7 @@ class Reducer:
 
     def _reset(self) -> None:
         """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""
+        self.untouched = [index for index, touched in enumerate(self._touched) if not touched]
         self._touched = bytearray(len(self._touched))
         self._ready = bytearray(len(self._ready))
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]

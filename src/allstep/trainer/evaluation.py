@@ -167,7 +167,7 @@ def _to_numpy(value: Any) -> Any:
 
 
 def _concatenated(batches: list[Any]) -> Any:
-    """Rows of all batches; arrays of unequal width are filled with `PADDING`."""
+    """Rows of all batches; arrays of unequal width are filled with `PADDING`, or 0 where the dtype has none."""
     first = batches[0]
     if isinstance(first, Mapping):
         return {key: _concatenated([batch[key] for batch in batches]) for key in first}
@@ -178,7 +178,8 @@ def _concatenated(batches: list[Any]) -> Any:
     if first.ndim < 2 or len({batch.shape[1:] for batch in batches}) == 1:
         return np.concatenate([np.atleast_1d(batch) for batch in batches])
     widest = [max(batch.shape[axis] for batch in batches) for axis in range(1, first.ndim)]
-    rows = np.full((sum(len(batch) for batch in batches), *widest), PADDING, dtype=first.dtype)
+    filler = 0 if first.dtype.kind in "bu" else PADDING  # booleans and unsigned numbers have no -100
+    rows = np.full((sum(len(batch) for batch in batches), *widest), filler, dtype=first.dtype)
     at = 0
     for batch in batches:
         place = (slice(at, at + len(batch)), *map(slice, batch.shape[1:]))

@@ -1,0 +1,35 @@
+# make demo    two ranks train a small GPT on the source of Python's standard library
+# make test    the tests
+# make check   lint, format, types
+# make bench   our training step against torch's, on this machine
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)
+	$(BIN)/allstep launch --num_processes 2 examples/train_gpt.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# constraints.txt pins what is tested
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (a minute, where packages are cached)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -67,7 +67,9 @@ class WorkerEnvironment:
         local_rank = _number("LOCAL_RANK", variables, default=rank)
         local_world_size = _number("LOCAL_WORLD_SIZE", variables, default=world_size)
         if not 0 <= rank < world_size:
-            raise LaunchVariablesError(f"RANK={rank} lies outside WORLD_SIZE={world_size}: ranks go from 0 to {world_size - 1}.")
+            raise LaunchVariablesError(
+                f"RANK={rank} lies outside WORLD_SIZE={world_size}: ranks go from 0 to {world_size - 1}."
+            )
         if not 0 <= local_rank < local_world_size <= world_size:
             raise LaunchVariablesError(
                 f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size} and WORLD_SIZE={world_size} contradict one "

@@ -215,3 +215,18 @@ def test_a_reader_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
             stream.flush()
         with open(os.devnull, "w") as nobody:  # so that closing the stream has somewhere to put its last line
             os.dup2(nobody.fileno(), writing)
+
+
+def test_an_evaluation_before_training_stays_in_the_file_of_its_run(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.log({"eval_loss": 3.0}, 0, 0.0)
+    sink.open(10, 0)
+    sink.log({"loss": 2.0}, 5, 0.5)
+    sink.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 5]
+    again = JsonlSink(tmp_path)
+    again.open(10, 0)  # another run from the beginning
+    again.log({"loss": 1.0}, 5, 0.5)
+    again.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "metrics.previous.jsonl").read_text().splitlines()) == 2

@@ -79,7 +79,7 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
-        self._buffers_are_due = True  # rank 0's buffers have not been sent since the last forward that is reduced
+        self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         if init_sync:
             check_same_replicas(self._communicator, describe_states(module, self._ignored))
@@ -105,7 +105,6 @@ class DistributedDataParallel(nn.Module):
         if not self.require_backward_grad_sync:
             self._reducer.disarm()
             return outputs
-        self._buffers_are_due = True
         self._reducer.arm(self._unreached(outputs))
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
@@ -135,19 +134,21 @@ class DistributedDataParallel(nn.Module):
     def take_part(self, *, weight: float | None = None, carried: float | torch.Tensor = 0.0) -> None:
         """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""
         self._send_buffers_if_due()
-        self._buffers_are_due = True
         if weight is not None:
             self._reducer.weigh(weight, carried)
         self._reducer.take_part()
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, *, weight: float | None = None) -> None:
         """Collective. Take part in the reduction that the others wait in, and tell them that this rank failed, and why.
+
+        Where the others `weigh` theirs, give a weight too: 0.
 
         Raises:
             RankFailedError: unless all ranks abandoned this reduction.
         """
         self._send_buffers_if_due()
-        self._buffers_are_due = True
+        if weight is not None:
+            self._reducer.weigh(weight)
         self._reducer.abandon(reason)
 
     def release(self) -> None:
@@ -175,9 +176,10 @@ class DistributedDataParallel(nn.Module):
         return list(self._reducer.launched)
 
     def _send_buffers_if_due(self) -> None:
-        if self._buffers_are_due and self.broadcast_buffers:
+        """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""
+        if self.broadcast_buffers and self._buffers_sent_at != self._reducer.reductions:
             broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
-        self._buffers_are_due = False
+            self._buffers_sent_at = self._reducer.reductions
 
     def _unreached(self, outputs: Any) -> Collection[int]:
         """Parameters that the coming backward will leave without a gradient, as far as that is known beforehand."""

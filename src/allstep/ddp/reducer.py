@@ -162,6 +162,8 @@ class Reducer:
     def abandon(self, reason: str) -> None:
         """Collective. Close this rank's part of a reduction that it cannot bring to its end, and tell the others why.
 
+        Where the others weigh theirs, `weigh` this one too, by zero.
+
         Raises:
             RankFailedError: some other rank did bring its gradients; where all abandoned alike, all may go on.
         """
@@ -232,10 +234,11 @@ class Reducer:
         lacking = self._strict and not self._excused and not all(self._touched)
         status = _Status.FAILED if self._failure else _Status.LACKS_GRADIENTS if lacking else _Status.WELL
         weight, carried = self._weight or (1.0, 0.0)
-        head = torch.tensor([*self._touched, *([0.0] * self._communicator.size), weight, 0.0], dtype=torch.float32)
-        head[len(self._touched) + self._communicator.rank] = float(status)
-        self.storage.riders.copy_(head, non_blocking=True)
-        self._numbers[1].add_(carried)
+        self._used.copy_(torch.frombuffer(self._touched, dtype=torch.uint8))
+        self._statuses.zero_()
+        self._statuses[self._communicator.rank] = float(status)
+        self._numbers[0] = weight
+        self._numbers[1] = carried
         if scale != 1.0:
             self.storage.riders.mul_(scale)
 
@@ -270,9 +273,11 @@ class Reducer:
 
     def _hand_out(self) -> None:
         """Make each gradient the mean; of a parameter that no rank used, leave what was there before."""
-        unused = [index for index, touched in enumerate(self._touched) if not touched]
-        counts = self._used[unused].tolist() if unused else []
-        untouched_anywhere = {index for index, count in zip(unused, counts, strict=True) if not count}
+        self.untouched = [] if all(self._touched) else [index for index, touched in enumerate(self._touched) if not touched]
+        if self._as_views and not self.untouched:
+            return  # filling the buckets has made every gradient a view
+        counts = self._used[self.untouched].tolist() if self.untouched else []
+        untouched_anywhere = {index for index, count in zip(self.untouched, counts, strict=True) if not count}
         for index in untouched_anywhere & self._kept.keys():
             self.storage.views[index].copy_(self._kept[index])
         own, reduced = [], []
@@ -319,7 +324,6 @@ class Reducer:
 
     def _reset(self) -> None:
         """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""
-        self.untouched = [index for index, touched in enumerate(self._touched) if not touched]
         self._touched = bytearray(len(self._touched))
         self._ready = bytearray(len(self._ready))
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]

@@ -80,7 +80,7 @@ class RunReport:
     seconds: float
     """Wall-clock time of training since `first_step`, evaluations and saves included."""
     train_loss: float
-    """Mean loss since `first_step`, weighted as the gradients were."""
+    """Mean loss of the whole run, steps before a resume included, weighted as the gradients were."""
     world_size: int
     """Number of ranks."""
     digests: tuple[str, ...]

@@ -63,17 +63,18 @@ class JsonlSink(Sink):
     """`metrics.jsonl`: a JSON object a line, with step and epoch first; see `json_line` for numbers that are not finite.
 
     Each line is in the file at once. A resumed run appends, after it has dropped the lines of steps that will be done again.
-    A run from the beginning keeps the file that it finds as `metrics.previous.jsonl`.
+    A run from the beginning keeps the file of another run that it finds as `metrics.previous.jsonl`.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         self.path = Path(output_dir) / METRICS_FILE
         """The metrics file."""
         self._file: TextIO | None = None
+        self._is_ours = False  # what the file holds was written here: an evaluation before training
 
     def open(self, total_steps: int | None, first_step: int) -> None:
         self.close()
-        if not self.path.exists():
+        if not self.path.exists() or (first_step == 0 and self._is_ours):
             return
         if first_step == 0:
             self.path.replace(self.path.with_name("metrics.previous.jsonl"))
@@ -89,6 +90,7 @@ class JsonlSink(Sink):
     def log(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_ours |= not self.path.exists()
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json_line({"step": step, "epoch": epoch} | dict(values)) + "\n")
         self._file.flush()

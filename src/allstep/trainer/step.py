@@ -88,7 +88,7 @@ def _tell_others(run: Run, error: Exception, place: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(f"allstep: {where}")
     with suppress(AllstepError):  # this rank's own error is the one to be raised
-        run.model.abandon(f"{type(error).__name__}: {error} ({where})")
+        run.model.abandon(f"{type(error).__name__}: {error} ({where})", weight=0.0)
 
 
 def _shown(sample_ids: list[int]) -> str:

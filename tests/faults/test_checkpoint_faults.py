@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -18,53 +17,9 @@ from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.store import CheckpointStore
 from allstep.errors import CheckpointError, CollectiveError
-
-DEADLINE = 60
-"""Seconds after which a rank that waits for another gives up."""
+from allstep.testing.threads import ThreadRank, on_threads
 
 FILES = ["model.safetensors", "optimizer.pt", "trainer_state.json", "training_args.json", "rng_state.pth", "manifest.json"]
-
-
-class ThreadRank:
-    """A communicator whose ranks are threads; values travel as bytes, as between processes."""
-
-    def __init__(self, rank: int, size: int, meeting: threading.Barrier, slots: list[bytes]) -> None:
-        self.rank, self.size, self._meeting, self._slots = rank, size, meeting, slots
-
-    def barrier(self) -> None:
-        self._meeting.wait(DEADLINE)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._slots[self.rank] = pickle.dumps(value)
-        self._meeting.wait(DEADLINE)
-        values = [pickle.loads(slot) for slot in self._slots]
-        self._meeting.wait(DEADLINE)
-        return values
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.all_gather_object(value)[0]
-
-
-def on_ranks(size: int, body: Callable[[ThreadRank], Any]) -> list[Any]:
-    meeting, slots = threading.Barrier(size), [b""] * size
-    outcomes: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = body(ThreadRank(rank, size, meeting, slots))
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-def alone() -> ThreadRank:
-    return ThreadRank(0, 1, threading.Barrier(1), [b""])
 
 
 def state() -> TrainState:
@@ -107,9 +62,9 @@ def no_space(path: Path) -> OSError:
 def test_a_disk_that_fills_at_any_action_is_an_error_on_every_rank_and_leaves_no_trace(
     culprit: int, again: bool, tmp_path: Path
 ) -> None:
-    on_ranks(2, lambda ranks: save(CheckpointManager(tmp_path, ranks), 10))
+    on_threads(2, lambda ranks: save(CheckpointManager(tmp_path, ranks), 10))
     if again:
-        on_ranks(2, lambda ranks: save(CheckpointManager(tmp_path, ranks), 20))
+        on_threads(2, lambda ranks: save(CheckpointManager(tmp_path, ranks), 20))
     store, first = CheckpointStore(tmp_path), content(tmp_path / "checkpoint-10")
     refused = []
     for count in range(100):
@@ -120,7 +75,7 @@ def test_a_disk_that_fills_at_any_action_is_an_error_on_every_rank_and_leaves_no
                 return save(CheckpointManager(tmp_path, ranks), 20)
             return save(CheckpointManager(tmp_path, ranks, hook=refuse_at(count, no_space, fired)), 20)
 
-        outcomes = on_ranks(2, body)
+        outcomes = on_threads(2, body)
         if not fired:
             assert outcomes == [tmp_path / "checkpoint-20"] * 2
             break
@@ -149,7 +104,7 @@ def test_the_message_names_rank_file_folder_reason_and_what_to_do(tmp_path: Path
         hook = refuse_at(0, no_space, []) if ranks.rank == 1 else lambda action, path: None
         return save(CheckpointManager(tmp_path, ranks, hook=hook), 20)
 
-    assert str(on_ranks(2, body)[0]) == (
+    assert str(on_threads(2, body)[0]) == (
         f"Rank 1 could not write checkpoint-20. rng_state_1.pth could not be written to {tmp_path}/staging-checkpoint-20: "
         f"No space left on device. Older checkpoints in {tmp_path} are untouched; "
         f"resume_from_checkpoint=True goes on from the newest."
@@ -215,7 +170,7 @@ def test_an_output_folder_that_cannot_be_written_is_an_error_before_training_and
         "a folder of the kernel": (Path("/sys/kernel"), "Files in /sys/kernel cannot be written: "),
         "new in a folder of the kernel": (Path("/sys/kernel/run/deep"), "/sys/kernel/run/deep could not be made: "),
     }[where]
-    outcomes = on_ranks(2, lambda ranks: CheckpointManager(output_dir, ranks).prepare())
+    outcomes = on_threads(2, lambda ranks: CheckpointManager(output_dir, ranks).prepare())
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert said in str(outcomes[0])
     assert said in str(outcomes[1])
@@ -229,7 +184,7 @@ def test_a_folder_made_for_a_run_that_cannot_write_is_gone_again(tmp_path: Path,
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    outcomes = on_ranks(2, lambda ranks: CheckpointManager(tmp_path / "deep" / "run", ranks).prepare())
+    outcomes = on_threads(2, lambda ranks: CheckpointManager(tmp_path / "deep" / "run", ranks).prepare())
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert "Rank 0 could not write to the output folder. Files in" in str(outcomes[0])
     assert "\nRank 1 could not write to the output folder. Files in" in str(outcomes[0])
@@ -240,7 +195,7 @@ def test_a_rank_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
     """As on two hosts without a shared file system: rank 1 looks in another place."""
     there = tmp_path / "there"
     there.mkdir()
-    outcomes = on_ranks(2, lambda ranks: CheckpointManager(there if ranks.rank == 0 else tmp_path / "not", ranks).prepare())
+    outcomes = on_threads(2, lambda ranks: CheckpointManager(there if ranks.rank == 0 else tmp_path / "not", ranks).prepare())
     assert "is not there on rank 1. output_dir has to lie on a file system that all hosts share" in str(outcomes[0])
     assert there.exists(), "it was there before, so it stays"
 
@@ -248,8 +203,8 @@ def test_a_rank_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["removed", "cut short", "one bit flipped", "made longer"])
 def test_resuming_takes_the_older_one_whatever_happened_to_a_file_of_the_newer(name: str, damage: str, tmp_path: Path) -> None:
-    older = save(CheckpointManager(tmp_path, alone()), 10)
-    newer = save(CheckpointManager(tmp_path, alone()), 20)
+    older = save(CheckpointManager(tmp_path, ThreadRank.alone()), 10)
+    newer = save(CheckpointManager(tmp_path, ThreadRank.alone()), 20)
     data = bytearray((newer / name).read_bytes())
     data[len(data) // 2] ^= 1
     {
@@ -259,10 +214,10 @@ def test_resuming_takes_the_older_one_whatever_happened_to_a_file_of_the_newer(n
         "made longer": lambda path: path.write_bytes(path.read_bytes() + b"0"),
     }[damage](newer / name)
     with pytest.warns(UserWarning, match=rf"Passed over {newer}: {name} ") as caught:
-        assert CheckpointManager(tmp_path, alone()).resolve(True) == older
+        assert CheckpointManager(tmp_path, ThreadRank.alone()).resolve(True) == older
     assert len(caught) == 1
     with pytest.raises(CheckpointError, match=name):
-        CheckpointManager(tmp_path, alone()).resolve(newer)
+        CheckpointManager(tmp_path, ThreadRank.alone()).resolve(newer)
 
 
 def test_a_peer_that_dies_in_a_save_leaves_older_checkpoints_and_no_debris(tmp_path: Path) -> None:
@@ -272,7 +227,7 @@ def test_a_peer_that_dies_in_a_save_leaves_older_checkpoints_and_no_debris(tmp_p
                 raise CollectiveError("Rank 0 of 2: all_gather broke off: a peer has left.")
             return [value] * self.size
 
-    save(CheckpointManager(tmp_path, alone()), 10)
+    save(CheckpointManager(tmp_path, ThreadRank.alone()), 10)
     before = content(tmp_path)
     with pytest.raises(CollectiveError, match="a peer has left"):
         save(CheckpointManager(tmp_path, PeerGone(0, 2, threading.Barrier(1), [])), 20)
@@ -281,14 +236,14 @@ def test_a_peer_that_dies_in_a_save_leaves_older_checkpoints_and_no_debris(tmp_p
 
 
 def test_ctrl_c_in_a_save_leaves_older_checkpoints_and_no_debris(tmp_path: Path) -> None:
-    save(CheckpointManager(tmp_path, alone()), 10)
+    save(CheckpointManager(tmp_path, ThreadRank.alone()), 10)
     before = content(tmp_path)
     interrupted = 0
     for count in range(100):
         fired: list[str] = []
         hook = refuse_at(count, lambda path: KeyboardInterrupt(), fired)
         try:
-            save(CheckpointManager(tmp_path, alone(), hook=hook), 20)
+            save(CheckpointManager(tmp_path, ThreadRank.alone(), hook=hook), 20)
         except KeyboardInterrupt:
             interrupted += 1
         if not fired:

@@ -1,6 +1,5 @@
 import pickle
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,10 @@ from allstep.checkpoint.manager import CheckpointManager, steps_to_remove
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.store import checkpoint_name
 from allstep.errors import CheckpointError
+from allstep.testing.threads import ThreadRank, on_threads
 
 DEADLINE = 60
 """Seconds after which a rank that waits for another gives up."""
-
-
-class ThreadRank:
-    """A communicator whose ranks are threads; values travel as bytes, as between processes."""
-
-    def __init__(self, rank: int, size: int, meeting: threading.Barrier, slots: list[bytes]) -> None:
-        self.rank, self.size, self._meeting, self._slots = rank, size, meeting, slots
-
-    def barrier(self) -> None:
-        self._meeting.wait(DEADLINE)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._slots[self.rank] = pickle.dumps(value)
-        self._meeting.wait(DEADLINE)
-        values = [pickle.loads(slot) for slot in self._slots]
-        self._meeting.wait(DEADLINE)
-        return values
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.all_gather_object(value)[0]
-
-
-def on_ranks(size: int, body: Callable[[ThreadRank], Any]) -> list[Any]:
-    """What `body` returned or raised, by rank. A rank that leaves early breaks the meeting of the others."""
-    meeting, slots = threading.Barrier(size), [b""] * size
-    outcomes: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = body(ThreadRank(rank, size, meeting, slots))
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def state(value: float = 0.0) -> TrainState:
@@ -92,7 +53,7 @@ def test_what_is_saved_is_loaded_by_every_rank(size: int, tmp_path: Path) -> Non
         assert restored.generators is not None
         return path, restored.trainer_state, restored.manifest, filled.model.weight.tolist()
 
-    outcomes = on_ranks(size, body)
+    outcomes = on_threads(size, body)
     path, trainer_state, manifest, weights = outcomes[0]
     assert path == tmp_path / "run" / "checkpoint-20"
     assert trainer_state == {"value": 0.25}
@@ -117,7 +78,7 @@ def test_no_checkpoint_is_none_for_newest_and_an_error_for_resume(tmp_path: Path
 
 
 def test_a_path_that_is_no_folder_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    outcomes = on_ranks(2, lambda ranks: manager(tmp_path, ranks).resolve(tmp_path / "checkpoint-7"))
+    outcomes = on_threads(2, lambda ranks: manager(tmp_path, ranks).resolve(tmp_path / "checkpoint-7"))
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert "checkpoint-7 is no folder" in str(outcomes[1])
     assert [outcome.collateral for outcome in outcomes] == [False, True]
@@ -142,7 +103,7 @@ def test_only_rank_zero_warns_and_all_get_the_same_answer(tmp_path: Path) -> Non
     save(manager(tmp_path), 20)
     (tmp_path / "checkpoint-20" / "model.safetensors").unlink()
     with pytest.warns(UserWarning, match=r"model\.safetensors is missing") as caught:
-        outcomes = on_ranks(3, lambda ranks: manager(tmp_path, ranks).newest())
+        outcomes = on_threads(3, lambda ranks: manager(tmp_path, ranks).newest())
     assert outcomes == [tmp_path / "checkpoint-10"] * 3
     assert len(caught) == 1
 
@@ -195,9 +156,9 @@ def test_a_folder_of_hugging_faces_with_a_pickled_optimizer_is_refused(tmp_path:
 
 
 def test_another_world_size_loads_but_says_that_generators_start_anew(tmp_path: Path) -> None:
-    path = on_ranks(2, lambda ranks: save(manager(tmp_path, ranks), 20))[0]
+    path = on_threads(2, lambda ranks: save(manager(tmp_path, ranks), 20))[0]
     with pytest.warns(UserWarning, match="was saved by 2 ranks and is read by 3: the random number generators") as caught:
-        outcomes = on_ranks(3, lambda ranks: manager(tmp_path, ranks).load(path, state()).generators)
+        outcomes = on_threads(3, lambda ranks: manager(tmp_path, ranks).load(path, state()).generators)
     assert outcomes == [None] * 3
     assert len(caught) == 1
 
@@ -209,7 +170,7 @@ def test_a_model_that_does_not_fit_on_one_rank_is_an_error_on_all(tmp_path: Path
         filled = state() if ranks.rank == 0 else TrainState(model=nn.Linear(3, 1), with_generators=False)
         manager(tmp_path, ranks).load(path, filled)
 
-    outcomes = on_ranks(2, body)
+    outcomes = on_threads(2, body)
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert str(outcomes[0]) == str(outcomes[1])
     assert "Rank 1 could not load" in str(outcomes[0])
@@ -258,7 +219,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path) -
 
 def test_nothing_is_deleted_while_a_rank_reads(tmp_path: Path) -> None:
     """Rank 0 has read its part and would go on to a save that deletes; it waits until rank 1, which is slow, has read too."""
-    path = on_ranks(2, lambda ranks: save(manager(tmp_path, ranks), 10))[0]
+    path = on_threads(2, lambda ranks: save(manager(tmp_path, ranks), 10))[0]
     rank_zero_has_read, seen = threading.Event(), []
 
     class Optimizer:
@@ -281,7 +242,7 @@ def test_nothing_is_deleted_while_a_rank_reads(tmp_path: Path) -> None:
         checkpoints.load(path, slow)
         save(checkpoints, 20)
 
-    assert on_ranks(2, body) == [None, None]
+    assert on_threads(2, body) == [None, None]
     assert seen == [True]
     assert steps(tmp_path) == [20]
 
@@ -308,7 +269,7 @@ def test_retention_keeps_what_it_must(there: set[int], current: int, limit: int 
 
 
 def test_preparing_makes_the_folder_and_leaves_no_trace_in_it(tmp_path: Path) -> None:
-    on_ranks(2, lambda ranks: manager(tmp_path / "deep" / "run", ranks).prepare())
+    on_threads(2, lambda ranks: manager(tmp_path / "deep" / "run", ranks).prepare())
     assert list((tmp_path / "deep" / "run").iterdir()) == []
 
 
@@ -316,13 +277,13 @@ def test_preparing_clears_what_a_killed_run_left(tmp_path: Path) -> None:
     save(manager(tmp_path), 10)
     (tmp_path / "staging-checkpoint-20").mkdir()
     (tmp_path / "staging-checkpoint-20" / "optimizer.pt").write_text("half")
-    on_ranks(2, lambda ranks: manager(tmp_path, ranks).prepare())
+    on_threads(2, lambda ranks: manager(tmp_path, ranks).prepare())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
 def test_the_model_alone_is_written_straight_into_the_folder(tmp_path: Path) -> None:
     filled = state(0.5)
-    assert on_ranks(2, lambda ranks: manager(tmp_path / "run", ranks).save_model(filled)) == [tmp_path / "run"] * 2
+    assert on_threads(2, lambda ranks: manager(tmp_path / "run", ranks).save_model(filled)) == [tmp_path / "run"] * 2
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["model.safetensors"]
     assert manager(tmp_path).save_model(filled, tmp_path / "else") == tmp_path / "else"
     assert (tmp_path / "else" / "model.safetensors").exists()

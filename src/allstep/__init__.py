@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from allstep.arguments import TrainingArguments
     from allstep.comm.process_group import join, leave
     from allstep.ddp.module import DistributedDataParallel
+    from allstep.ddp.sync_batchnorm import SyncBatchNorm
     from allstep.environment import WorkerEnvironment
     from allstep.trainer.callbacks import TrainerCallback
     from allstep.trainer.trainer import Trainer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArgumentParser": "allstep.argument_parser",
     "DistributedDataParallel": "allstep.ddp.module",
+    "SyncBatchNorm": "allstep.ddp.sync_batchnorm",
     "Trainer": "allstep.trainer.trainer",
     "TrainerCallback": "allstep.trainer.callbacks",
     "TrainingArguments": "allstep.arguments",
@@ -28,6 +30,7 @@ _HOMES = {
 __all__ = [
     "ArgumentParser",
     "DistributedDataParallel",
+    "SyncBatchNorm",
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",

@@ -51,6 +51,8 @@ def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
         new["output_dir"] = os.path.expanduser(new["output_dir"])
     if new["report_to"] in ("none", ["none"]):
         new["report_to"] = []
+    if isinstance(new["report_to"], str):
+        new["report_to"] = [new["report_to"]]
 
     if new["eval_strategy"] == "steps" and new["eval_steps"] is None:
         new["eval_steps"] = new["logging_steps"]
@@ -259,8 +261,8 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (
         ("report_to",),
-        lambda value: value == [],
-        '"none"; no tracker is built in, so pass Trainer(callbacks=[...]) one that logs to yours',
+        lambda value: _is_texts(value) and set(value) <= {"tensorboard", "all"},
+        '"tensorboard", "all" or "none"; for another tracker, pass Trainer(callbacks=[...]) one that logs to it',
     ),
 )
 

@@ -145,7 +145,7 @@ class TrainingArguments:
     logging_first_step: bool = False
     """Also log the first optimizer step."""
     report_to: str | list[str] = "none"
-    """Trackers to report to; none is built in. Reads as [] afterwards."""
+    """Where to log beside `metrics.jsonl`: tensorboard, all (what is installed) or none. Reads as a list afterwards."""
     run_name: str | None = None
     """Name of the run, for callbacks that show one."""
     disable_tqdm: bool | None = None

@@ -287,6 +287,10 @@ def test_dictionary_and_json_file_fill_the_dataclasses(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(values))
     assert parser.parse_json_file(path) == (model, args)
+    path.write_text(json.dumps({"width": 7, "widht": 7}))
+    assert parser.parse_json_file(path, allow_extra_keys=True)[0] == Model(7)
+    with pytest.raises(TypeError, match="'widht'"):
+        parser.parse_json_file(path)
 
 
 def test_unknown_key_of_a_dictionary_is_a_type_error_unless_allowed(tmp_path: Path) -> None:

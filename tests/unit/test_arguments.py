@@ -73,7 +73,6 @@ def refused(**kwargs: Any) -> str:
 
 
 def test_defaults_are_those_of_hugging_face() -> None:
-    args = TrainingArguments()
     expected = {
         "output_dir": "trainer_output",
         "per_device_train_batch_size": 8,
@@ -91,15 +90,23 @@ def test_defaults_are_those_of_hugging_face() -> None:
         "adam_epsilon": 1e-8,
         "max_grad_norm": 1.0,
         "seed": 42,
-        "logging_steps": 500,
-        "save_steps": 500,
-        "eval_strategy": "no",
-        "save_strategy": "steps",
-        "dataloader_pin_memory": True,
         "ddp_timeout": 1800,
+        "logging_strategy": "steps",
+        "logging_steps": 500,
         "report_to": [],
+        "eval_strategy": "no",
+        "eval_delay": 0,
+        "include_for_metrics": [],
+        "save_strategy": "steps",
+        "save_steps": 500,
+        "dataloader_num_workers": 0,
     }
-    assert {name: getattr(args, name) for name in expected} == expected
+    expected |= dict.fromkeys(("dataloader_pin_memory", "remove_unused_columns"), True)
+    expected |= dict.fromkeys(("do_train", "do_eval", "do_predict", "bf16", "full_determinism", "use_cpu"), False)
+    expected |= dict.fromkeys(("logging_first_step", "eval_on_start", "prediction_loss_only", "save_only_model"), False)
+    expected |= dict.fromkeys(("load_best_model_at_end", "dataloader_drop_last", "dataloader_persistent_workers"), False)
+    found = TrainingArguments().to_dict()
+    assert {name: value for name, value in found.items() if value is not None} == expected
 
 
 def test_output_dir_is_the_only_positional_argument() -> None:
@@ -313,8 +320,18 @@ def test_arguments_that_contradict_one_another_are_refused(kwargs: dict[str, Any
         {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "best"},
         {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
         {"gradient_checkpointing": True, "activation_checkpointing": True},
+        {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1},
+        {"logging_steps": 1, "save_steps": 1, "save_total_limit": 1, "max_steps": 1, "dataloader_num_workers": 1},
+        {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
+        {"learning_rate": 0, "weight_decay": 0, "adam_epsilon": 0, "adam_beta1": 0, "eval_delay": 0, "seed": 0},
+        {"seed": 2**32 - 1, "data_seed": 2**32 - 1},
+        {"num_train_epochs": 1, "data_seed": 0},
+        {"num_train_epochs": 0, "max_steps": 1},
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1},
         {"max_grad_norm": 0},
         {"report_to": []},
+        {"report_to": "tensorboard"},
+        {"report_to": ["all"]},
         {"ddp_backend": "some_registered_backend"},
     ],
     ids=str,
@@ -430,6 +447,7 @@ def test_sizes_and_times() -> None:
 
 def test_warmup_is_a_number_of_steps_or_a_share_rounded_up() -> None:
     assert TrainingArguments(warmup_steps=7).get_warmup_steps(100) == 7
+    assert TrainingArguments(warmup_steps=1).get_warmup_steps(100) == 1
     assert TrainingArguments(warmup_steps=0.1).get_warmup_steps(101) == 11
     assert TrainingArguments(warmup_steps=0.1).get_warmup_steps(30) == 3  # 4 in floating point
     assert TrainingArguments().get_warmup_steps(100) == 0

@@ -16,6 +16,7 @@ class OwnRMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 2))
+        self.modulation = nn.Linear(4, 4, bias=False)  # inside a norm, but no norm itself
 
 
 class Model(nn.Module):
@@ -39,7 +40,7 @@ def test_biases_norms_and_vectors_do_not_decay_and_frozen_ones_are_left_out() ->
     model = Model()
     optimizer = make_optimizer(model, TrainingArguments(weight_decay=0.1))
     assert group_names(model, optimizer) == [
-        ["embedding.weight", "block.0.weight"],
+        ["embedding.weight", "block.0.weight", "block.3.modulation.weight"],
         [
             *("relative_bias", "scale", "block.0.bias", "block.1.weight", "block.1.bias"),
             *("block.2.weight", "block.2.bias", "block.3.weight"),

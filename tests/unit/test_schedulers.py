@@ -40,6 +40,7 @@ def optimizer(lr: float = 0.5) -> torch.optim.Optimizer:
         ("cosine", 110, {}, 0.0),
         ("cosine", 60, {"num_cycles": 1}, 0.0),
         ("cosine", 110, {"num_cycles": 1}, 1.0),
+        ("cosine_with_restarts", 60, {}, 0.5),
         ("cosine_with_restarts", 35, {"num_cycles": 2}, 0.5),
         ("cosine_with_restarts", 60, {"num_cycles": 2}, 1.0),
         ("cosine_with_restarts", 85, {"num_cycles": 2}, 0.5),

@@ -260,7 +260,7 @@ def test_every_problem_is_in_one_message() -> None:
         {"dataloader_prefetch_factor": 0},
         {"label_names": "labels"},
         {"include_for_metrics": ["outputs"]},
-        {"report_to": "wandb"},
+        {"report_to": ["wandb"]},
         {"output_dir": ""},
         {"run_name": 3},
         {"disable_tqdm": "no"},

@@ -51,18 +51,18 @@ def failing_together(communicator: Communicator, doing: str) -> Iterator[None]:
     fail_together(communicator, error, doing)
 
 
-def check_same_replicas(communicator: Communicator, described: list[str]) -> None:
-    """Collective. Compare one line a parameter or buffer ("name: shape, dtype, …") with those of rank 0.
+def check_same_replicas(communicator: Communicator, described: list[str], arguments: str) -> None:
+    """Collective. Compare one line a parameter or buffer ("name: shape, dtype, …"), and `arguments`, with those of rank 0.
 
     Raises:
-        ReplicaError: on every rank, with the first line that differs as both ranks have it.
+        ReplicaError: on every rank, with the first line that differs as both ranks have it, or else the arguments.
     """
-    own = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    own = hashlib.sha256("\n".join([*described, arguments]).encode()).hexdigest()
     if len(set(communicator.all_gather_object(own))) == 1:
         return
-    everyone: list[list[str]] = communicator.all_gather_object(described)
-    reference = everyone[0]
-    for rank, lines in enumerate(everyone):
+    everyone: list[tuple[list[str], str]] = communicator.all_gather_object((described, arguments))
+    reference, reference_arguments = everyone[0]
+    for rank, (lines, _) in enumerate(everyone):
         if lines == reference:
             continue
         at = next(
@@ -75,4 +75,8 @@ def check_same_replicas(communicator: Communicator, described: list[str]) -> Non
             f"{len(lines)}; the first difference is number {at}: rank 0 has {here}, rank {rank} has {there}. Build the same "
             f"model on every rank, with the same parameters frozen, before wrapping it."
         )
-    raise AssertionError("digests differ but lines do not")
+    rank = next(rank for rank, (_, others) in enumerate(everyone) if others != reference_arguments)
+    raise ReplicaError(
+        f"The ranks wrap their models differently: rank 0 with {reference_arguments}, rank {rank} with {everyone[rank][1]}. "
+        f"Write the same on every rank."
+    )

@@ -22,9 +22,7 @@ def collate(samples: Sequence[Any]) -> Any:
     if samples and is_dataclass(samples[0]):
         samples = [{field.name: getattr(sample, field.name) for field in fields(sample)} for sample in samples]
     if samples and isinstance(samples[0], Mapping):
-        return {
-            "labels" if key in _LABELS else key: _stacked(key, [sample[key] for sample in samples]) for key in samples[0]
-        }
+        return {"labels" if key in _LABELS else key: _stacked(key, [sample[key] for sample in samples]) for key in samples[0]}
     return default_collate(list(samples))
 
 

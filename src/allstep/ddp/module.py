@@ -10,6 +10,7 @@ from torch import nn
 
 from allstep.comm.agreement import check_same_replicas
 from allstep.comm.communicator import Communicator, communicator_for
+from allstep.ddp.comm_hooks import CommHook, builtin_hook
 from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec
 from allstep.ddp.reducer import Reducer, Totals
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states
@@ -64,14 +65,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in self._ignored]
-        if not named:
-            raise ValueError(
-                f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to reduce. Use it "
-                f"without the wrapper."
-            )
         self.module = module
-        self.device = named[0][1].device
-        self._input_device = _input_device(self.device, device_ids, output_device)
         self._communicator = communicator_for(process_group)
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -82,9 +76,17 @@ class DistributedDataParallel(nn.Module):
         self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         if init_sync:
-            check_same_replicas(self._communicator, describe_states(module, self._ignored))
+            arguments = f"bucket_cap_mb={bucket_cap_mb}, broadcast_buffers={broadcast_buffers}"
+            check_same_replicas(self._communicator, describe_states(module, self._ignored), arguments)
             states = [p for n, p in module.named_parameters() if n not in self._ignored]
             broadcast_states(self._communicator, [*states, *buffers_of(module, self._ignored)])
+        if not named:
+            raise ValueError(
+                f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to reduce. Use it "
+                f"without the wrapper."
+            )
+        self.device = named[0][1].device
+        self._input_device = _input_device(self.device, device_ids, output_device)
         self._reducer = Reducer(
             [parameter for _, parameter in named],
             [_spec(name, parameter) for name, parameter in named],
@@ -107,9 +109,9 @@ class DistributedDataParallel(nn.Module):
             return outputs
         self._reducer.arm(self._unreached(outputs))
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a hook on a parameter that is itself an output would stay there for ever
                 # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
-                tensor.register_hook(self._reducer.begin)
+                tensor.register_hook(self._reducer.begin_at_output)
         return outputs
 
     @contextmanager
@@ -151,6 +153,22 @@ class DistributedDataParallel(nn.Module):
             self._reducer.weigh(weight)
         self._reducer.abandon(reason)
 
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let `hook(state, bucket)` average the gradients of each full bucket; see `comm_hooks`. Before the first backward.
+
+        Raises:
+            TypeError: `hook` cannot be called.
+            RuntimeError: there is a hook already.
+        """
+        if not callable(hook):
+            raise TypeError(f"A communication hook has to be a function of (state, bucket); got {type(hook).__name__}.")
+        if self._reducer.hook is not None:
+            raise RuntimeError("register_comm_hook was called before; a wrapper has one communication hook.")
+        self._reducer.hook = (state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(None, builtin_hook(str(comm_hook_type).rpartition(".")[2]))
+
     def release(self) -> None:
         """Let go of the module: its gradients are reduced no more. A wrapper that is dropped does so by itself."""
         self._reducer.remove_hooks()
@@ -184,7 +202,7 @@ class DistributedDataParallel(nn.Module):
     def _unreached(self, outputs: Any) -> Collection[int]:
         """Parameters that the coming backward will leave without a gradient, as far as that is known beforehand."""
         if self.static_graph:
-            return self._reducer.untouched if self._reducer.reductions else ()
+            return self._reducer.untouched
         if not self.find_unused_parameters:
             return ()
         reached = reached_parameters(outputs)

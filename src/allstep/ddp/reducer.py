@@ -16,12 +16,14 @@ import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from allstep.comm.communicator import Communicator, Pending
 from allstep.ddp.buffers import GradientStorage
+from allstep.ddp.comm_hooks import CommHook, GradBucket, HookedTransfer
 from allstep.ddp.layout import Bucket, BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from allstep.errors import RankFailedError, UnusedParametersError
 
@@ -76,6 +78,7 @@ class Reducer:
     ) -> None:
         self._parameters = list(parameters)
         self._names = [spec.name for spec in specs]
+        self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self._communicator = communicator
         self._as_views = as_views
         self._strict = strict
@@ -94,7 +97,9 @@ class Reducer:
         self.launched: list[int] = [0] * len(self.layout.buckets)
         """Per bucket, collectives started since the start."""
         self.untouched: list[int] = []
-        """Parameters that got no gradient on this rank in the last reduction."""
+        """Parameters that got no gradient on this rank in its last backward that was reduced."""
+        self.hook: tuple[Any, CommHook] | None = None
+        """(state, function) that averages buckets in place of an all-reduce."""
         self.totals: Totals | None = None
         """Sums over ranks of the last reduction; None before the first."""
 
@@ -136,12 +141,26 @@ class Reducer:
 
     def begin(self, *_: object) -> None:
         """A backward has started; called inside it, so that `finish` runs when autograd has done all of it."""
-        if self.phase is not Phase.ARMED:
+        if self.phase is Phase.COLLECTING:
             return
-        self.phase = Phase.COLLECTING
+        self.phase = Phase.COLLECTING  # also from LOCAL: a forward under no_sync came after the one whose backward this is
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._unreached:
             self._mark_ready(index)
+
+    def begin_at_output(self, *_: object) -> None:
+        """A backward has come to an output of the module, the outermost one where backwards are nested.
+
+        `torch.autograd.grad` comes there too, for a gradient penalty, but leaves nothing in `.grad` to be reduced.
+        """
+        if self.phase is Phase.COLLECTING:
+            return
+        try:
+            accumulates = any(map(torch._C._will_engine_execute_node, self._nodes))
+        except RuntimeError:  # what it says where autograd.grad was asked for a parameter
+            accumulates = False
+        if accumulates:
+            self.begin()
 
     # ---- what a training loop calls
 
@@ -194,11 +213,15 @@ class Reducer:
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._launch()
 
+    @torch.no_grad()  # backward(create_graph=True) has gradients enabled
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._next]
         last = bucket.index == len(self.layout.buckets) - 1
         average = self._weight is None and self._communicator.averages_in_flight(self.storage.riders.device)
         self._fill(bucket)
+        if self.hook is not None:
+            self._launch_hooked(bucket, last)
+            return
         if self._weight is None and not average:
             # before the sum, so that it stays in the range of fp16
             self.storage.gradients[bucket.index].mul_(1.0 / self._communicator.size)
@@ -207,6 +230,31 @@ class Reducer:
         self._next += 1
         self.launched[bucket.index] += 1
         self._pending.append(self._communicator.all_reduce(self.storage.buckets[bucket.index], average=average))
+
+    def _launch_hooked(self, bucket: Bucket, last: bool) -> None:
+        """Let the hook average the gradients; riders, which are none, travel by themselves."""
+        assert self.hook is not None
+        state, hook = self.hook
+        if bucket.slots:
+            indices = [slot.parameter for slot in bucket.slots]
+            flat = self.storage.gradients[bucket.index]
+            seen = GradBucket(
+                bucket.index,
+                last or not self.layout.buckets[bucket.index + 1].slots,
+                flat,
+                [self.storage.views[index] for index in indices],
+                [self._parameters[index] for index in indices],
+            )
+            self._pending.append(HookedTransfer(hook(state, seen), flat))
+        if self._on_cpu:
+            # Hooks that start collectives from the future of another (PowerSGD) let gloo's threads pair those of different
+            # buckets: torch's own class aborts there. One bucket at a time is always right (test_comm_hooks.py).
+            self._wait_for_all()
+        self._next += 1
+        self.launched[bucket.index] += 1
+        if last:
+            self._write_riders(1.0)
+            self._pending.append(self._communicator.all_reduce(self.storage.riders))
 
     def _fill(self, bucket: Bucket) -> None:
         """Bring the gradients of a bucket into flat storage."""
@@ -223,6 +271,8 @@ class Reducer:
                     )
                 views.append(view)
                 fresh.append(gradient)
+                if not self._touched[slot.parameter]:
+                    self._kept[slot.parameter] = gradient
                 if self._as_views:
                     parameter.grad = view
             elif not self._touched[slot.parameter]:
@@ -231,7 +281,7 @@ class Reducer:
             torch._foreach_copy_(views, fresh)
 
     def _write_riders(self, scale: float) -> None:
-        lacking = self._strict and not self._excused and not all(self._touched)
+        lacking = self._strict and not self._excused and not all(self._touched) and self._lacks_gradients()
         status = _Status.FAILED if self._failure else _Status.LACKS_GRADIENTS if lacking else _Status.WELL
         weight, carried = self._weight or (1.0, 0.0)
         self._used.copy_(torch.frombuffer(self._touched, dtype=torch.uint8))
@@ -242,8 +292,13 @@ class Reducer:
         if scale != 1.0:
             self.storage.riders.mul_(scale)
 
+    def _lacks_gradients(self) -> bool:
+        """Whether a parameter that is not frozen by now got none."""
+        return any(p.requires_grad and not touched for p, touched in zip(self._parameters, self._touched, strict=True))
+
     # ---- at the end of a backward
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Launch what is left, wait for all, and leave the mean in the parameters' gradients.
 
@@ -257,12 +312,12 @@ class Reducer:
         try:
             while self._next < len(self.layout.buckets):
                 self._launch()
-            for pending in self._pending:
-                pending.wait()
+            self._wait_for_all()
             numbers = self._numbers.clone()
             self.totals = Totals(numbers[0], numbers[1])
             if self._weight is not None:
-                scale = torch.where(numbers[0] > 0, 1.0 / numbers[0], 0.0)
+                # a hook has divided by ranks already
+                scale = torch.where(numbers[0] > 0, (self._communicator.size if self.hook else 1.0) / numbers[0], 0.0)
                 for gradients in self.storage.gradients:
                     gradients.mul_(scale)
             self._hand_out()
@@ -271,13 +326,20 @@ class Reducer:
             self.reductions += 1
             self._reset()
 
+    def _wait_for_all(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
     def _hand_out(self) -> None:
         """Make each gradient the mean; of a parameter that no rank used, leave what was there before."""
-        self.untouched = [] if all(self._touched) else [index for index, touched in enumerate(self._touched) if not touched]
-        if self._as_views and not self.untouched:
+        untouched = [] if all(self._touched) else [index for index, touched in enumerate(self._touched) if not touched]
+        if not self._excused:
+            self.untouched = untouched
+        if self._as_views and not untouched:
             return  # filling the buckets has made every gradient a view
-        counts = self._used[self.untouched].tolist() if self.untouched else []
-        untouched_anywhere = {index for index, count in zip(self.untouched, counts, strict=True) if not count}
+        counts = self._used[untouched].tolist() if untouched else []
+        untouched_anywhere = {index for index, count in zip(untouched, counts, strict=True) if not count}
         for index in untouched_anywhere & self._kept.keys():
             self.storage.views[index].copy_(self._kept[index])
         own, reduced = [], []
@@ -311,8 +373,8 @@ class Reducer:
         size = self._communicator.size
         names = [
             f"{name} ({size - round(count)} of {size} ranks)" if round(count) > 0 else name
-            for name, count in zip(self._names, self._used.tolist(), strict=True)
-            if round(count) < size
+            for name, parameter, count in zip(self._names, self._parameters, self._used.tolist(), strict=True)
+            if round(count) < size and parameter.requires_grad
         ]
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (

@@ -23,7 +23,7 @@ def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
 def describe_states(module: nn.Module, ignored: set[str]) -> list[str]:
     """A line for each parameter and buffer: what has to be equal on all ranks before they may train together."""
     lines = [
-        f"{name}: {_kind(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+        f"{name}: {_kind(parameter)}{_order(parameter)}{'' if parameter.requires_grad else ', frozen'}"
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]
@@ -32,3 +32,8 @@ def describe_states(module: nn.Module, ignored: set[str]) -> list[str]:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _order(parameter: torch.Tensor) -> str:
+    """Gradients lie in a bucket in the order of their parameter's memory, so that has to be equal too."""
+    return "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"

@@ -150,6 +150,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
 def _serve(rank: int, size: int, port: int, threads: int, timeout: float, pipe: Connection) -> None:
     """The life of one rank of a pool: join, then run what comes through the pipe until it closes."""
     torch.set_num_threads(threads)
+    multiprocessing.set_start_method(None, force=True)  # loader workers start as in any program, not as this rank was
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

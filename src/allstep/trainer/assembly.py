@@ -1,5 +1,6 @@
 """The parts of a run that follow from arguments and data: grid, loader, collator, report."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +9,13 @@ import torch
 from torch import nn
 
 from allstep.arguments import TrainingArguments
-from allstep.comm.agreement import digest
+from allstep.comm.agreement import digest, failing_together
+from allstep.comm.communicator import Communicator
 from allstep.data.collate import collate
 from allstep.data.grid import Grid
 from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
-from allstep.errors import DataError
+from allstep.errors import ArgumentsError, DataError
 from allstep.report.record import RunReport
 from allstep.trainer.losses import accepted_columns
 from allstep.trainer.run import Run
@@ -21,12 +23,35 @@ from allstep.trainer.run import Run
 __all__ = ["default_collator", "make_grid", "make_loader", "make_report"]
 
 
-def make_grid(args: TrainingArguments, dataset: Any, size: int) -> Grid:
-    """How `dataset` is laid out over the steps of `size` ranks.
+_OF_ONE_RANK = ("output_dir", "run_name", "report_to", "disable_tqdm", "dataloader_")
+"""What the names of arguments begin with that ranks need not agree on."""
+
+
+def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator) -> Grid:
+    """Collective. How `dataset` is laid out over the steps of all ranks, which have to agree on everything that decides it.
 
     Raises:
         DataError: there is nothing to train on, or nothing that `dataloader_drop_last` leaves.
+        ArgumentsError: on every rank; ranks were given other arguments, or a dataset of another length.
+        RankFailedError: another rank has nothing to train on.
     """
+    with failing_together(communicator, "looking at what to train on"):
+        grid = _grid_of(args, dataset, communicator.size)
+    said = {"len(train_dataset)": grid.samples, "dataloader_drop_last": grid.drop_last}
+    ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
+    said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
+    everyone = communicator.all_gather_object(said)
+    for name, value in everyone[0].items():
+        for rank, others in enumerate(everyone):
+            if others.get(name) != value:
+                raise ArgumentsError(
+                    f"The ranks do not agree: {name} is {value!r} on rank 0 and {others.get(name)!r} on rank {rank}. They "
+                    f"would take different steps, and wait for each other for ever. Give every rank the same."
+                )
+    return grid
+
+
+def _grid_of(args: TrainingArguments, dataset: Any, size: int) -> Grid:
     if dataset is None:
         raise DataError("Trainer.train() needs a train_dataset; this Trainer was made without one.")
     check_map_style(dataset)
@@ -41,7 +66,7 @@ def make_grid(args: TrainingArguments, dataset: Any, size: int) -> Grid:
             f"The training dataset has {grid.samples} samples, fewer than one global batch of {grid.global_batch_size} "
             f"({size} ranks x {args.gradient_accumulation_steps} micro-batches x {args.per_device_train_batch_size} samples): "
             f"each step is made of all {grid.samples}, and ranks without samples take part with weight zero.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return grid
 

@@ -19,7 +19,7 @@ class Predictor:
 
     model: nn.Module
     compute_loss: Callable[..., Any]
-    """`Trainer.compute_loss`."""
+    """`Trainer.compute_loss`, or what calls it."""
     label_names: Sequence[str]
     only_loss: bool
     """Keep nothing but the loss."""

@@ -20,7 +20,7 @@ from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
 from allstep.data.grid import evaluation_picks
-from allstep.data.loader import MicroBatchLoader
+from allstep.data.loader import MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
 from allstep.data.seeding import seed_generators
 from allstep.errors import DataError
@@ -146,7 +146,7 @@ class Trainer:
     def _make_run(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
         args, size = self.args, self.communicator.size
-        grid = make_grid(args, self.train_dataset, size)
+        grid = make_grid(args, self.train_dataset, self.communicator)
         plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints = CheckpointManager(self._output_dir, self.communicator, args.save_total_limit)
         checkpoints.prepare()
@@ -182,7 +182,7 @@ class Trainer:
             position=DataPosition(),
             callbacks=self.callback_handler,
             label_names=self.label_names,
-            compute_loss=self._training_loss,
+            compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),
             log=self.log,
             evaluate=self.evaluate,
@@ -245,14 +245,11 @@ class Trainer:
             loss = loss_of(outputs, self.model)
         return (loss, outputs) if return_outputs else loss
 
-    def _training_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        weight = weight_of(inputs, self.label_names) if self._loss_takes_count else None
-        loss: torch.Tensor = (
-            self.compute_loss(model, inputs, num_items_in_batch=weight)
-            if self._loss_takes_count
-            else self.compute_loss(model, inputs)
-        )
-        return loss
+    def _counted_loss(self, model: nn.Module, inputs: Any, **options: Any) -> Any:
+        """`compute_loss`, told what its mean is to be taken over where it asks for that."""
+        if self._loss_takes_count:
+            options["num_items_in_batch"] = weight_of(inputs, self.label_names)
+        return self.compute_loss(model, inputs, **options)
 
     @functools.cached_property
     def _loss_takes_count(self) -> bool:
@@ -294,6 +291,8 @@ class Trainer:
     def _evaluated(
         self, dataset: Any, ignore_keys: list[str] | None, prefix: str, only_loss: bool
     ) -> tuple[EvaluationResult, dict[str, float]]:
+        if dataset is not None:
+            check_map_style(dataset)
         if dataset is None or not len(dataset):
             raise DataError(f"There is nothing to evaluate: the dataset is {'missing' if dataset is None else 'empty'}.")
         began = time.perf_counter()
@@ -301,7 +300,7 @@ class Trainer:
         batch_size, extra = args.per_device_eval_batch_size, args.include_for_metrics if self.compute_metrics else ()
         predictor = Predictor(
             model=model,
-            compute_loss=self.compute_loss,
+            compute_loss=self._counted_loss,
             label_names=self.label_names,
             only_loss=only_loss,
             ignored=ignore_keys or (),

@@ -39,13 +39,14 @@ def main() -> None:
         learning_rate=1e-2,
         ddp_find_unused_parameters=None,  # parameters without a gradient are found at the end of backward, at no cost
         ddp_bucket_cap_mb=None,  # MiB of gradients that one all-reduce carries; larger: fewer calls, less overlap
-        ddp_broadcast_buffers=None,  # True: rank 0's buffers, such as BatchNorm's, go to all ranks at each forward
+        ddp_broadcast_buffers=None,  # True: rank 0's buffers, such as BatchNorm's, go to all ranks at each step
         ddp_backend=None,  # by device: "nccl" on NVIDIA GPUs, on the CPU what is quickest there
-        ddp_timeout=60,  # seconds for joining and each collective; then an error that names the late rank
+        ddp_timeout=60,  # seconds for joining and each collective; then an error, never a wait
         gradient_checkpointing=False,  # True: recompute activations in backward; less memory, more compute
     )
     (args,) = parser.parse_args_into_dataclasses()
 
+    torch.manual_seed(args.seed)  # every way to start begins with the same weights
     trainer = Trainer(
         model=Classifier(),
         args=args,

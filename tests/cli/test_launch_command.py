@@ -249,3 +249,9 @@ def test_any_torch_program_runs(allstep, script, tmp_path):
     end = allstep("launch", "--num_processes", "2", "--num_cpu_threads_per_process", "1", "--log_dir", "logs", script(code))
     assert end.returncode == 0, end.stderr
     assert end.stdout == (tmp_path / "logs" / "rank-1.log").read_text() == "2 3.0 1\n"
+
+
+def test_accelerate_is_told_to_keep_to_the_cpu_where_there_is_no_gpu(allstep, script):
+    name = script("import os; print(os.environ['ACCELERATE_USE_CPU'])")
+    assert allstep("launch", name).stdout == "true\n"
+    assert allstep("launch", name, ACCELERATE_USE_CPU="no").stdout == "no\n"

@@ -277,3 +277,16 @@ def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
     )
     assert describe(tmp_path / "none").size == 0
     assert checkpoint_name(7) == "checkpoint-7"
+
+
+def test_files_can_be_read_by_whom_the_folder_lets(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    staging = store.stage(4)
+
+    def private(folder: Path) -> list[str]:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "model.safetensors").chmod(0o600)
+        return ["model.safetensors"]
+
+    store.write(staging, "model", private)
+    assert (staging / "model.safetensors").stat().st_mode & 0o777 == staging.stat().st_mode & 0o666

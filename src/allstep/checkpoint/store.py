@@ -218,6 +218,7 @@ class CheckpointStore:
 
     def _seal(self, path: Path) -> FileEntry:
         self._hook("sync", path)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors keeps from others what the umask lets them read
         _sync(path)
         return describe(path)
 

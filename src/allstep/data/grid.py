@@ -20,7 +20,7 @@ import torch
 from allstep.data.position import DataPosition
 from allstep.errors import DataError
 
-__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "shuffled", "training_picks"]
+__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "sample_ids", "shuffled", "training_picks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,11 @@ def training_picks(grid: Grid, position: DataPosition, steps: int, rank: int, si
         for micro_batch in grid.window(epoch, position.step, rank, size):
             yield Pick(micro_batch, order[micro_batch.start : micro_batch.stop].tolist())
         position = position.advanced(grid.steps_per_epoch)
+
+
+def sample_ids(grid: Grid, micro_batch: MicroBatch, seed: int) -> list[int]:
+    """Indices into the dataset of the samples of one micro-batch."""
+    return shuffled(grid.samples, seed, micro_batch.epoch)[micro_batch.start : micro_batch.stop].tolist()
 
 
 def evaluation_picks(samples: int, batch_size: int, rank: int, size: int) -> Iterator[Pick]:

@@ -112,6 +112,7 @@ class Reducer:
         self._unreached: list[int] = []  # parameters that the graph does not reach
         self._next = 0  # first bucket that is not launched
         self._pending: list[Pending] = []
+        self._unread: tuple[torch.Tensor, torch.Event] | None = None  # statuses on a device, and when they are there
         self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
         self._excused = False  # this rank ran no backward, and said so
         self._failure: str | None = None  # why this rank cannot bring its gradients
@@ -128,6 +129,7 @@ class Reducer:
 
     def arm(self, unreached: Collection[int] = ()) -> None:
         """Reduce the next backward. `unreached` parameters get no gradient in it and need not be waited for."""
+        self._raise_unread()
         if self.phase is Phase.COLLECTING:
             self.abandon("its last backward did not come to its end")
         self.phase = Phase.ARMED
@@ -358,8 +360,21 @@ class Reducer:
 
     def _raise_what_riders_say(self) -> None:
         if not self._on_cpu and self._weight is None and all(self._touched) and self._failure is None:
-            return  # reading would make the host wait for the device
-        statuses = [_Status(round(status)) for status in self._statuses.tolist()]
+            # Reading now would make the host wait for the whole backward; a copy is read at the next forward.
+            self._unread = self._statuses.clone(), torch.Event(self._statuses.device)
+            self._unread[1].record()
+            return
+        self._raise_for(self._statuses)
+
+    def _raise_unread(self) -> None:
+        """What the last reduction said, where nobody has read it yet."""
+        if self._unread is not None:
+            (statuses, written), self._unread = self._unread, None
+            written.synchronize()
+            self._raise_for(statuses)
+
+    def _raise_for(self, riders: torch.Tensor) -> None:
+        statuses = [_Status(round(status)) for status in riders.tolist()]
         failed = [rank for rank, status in enumerate(statuses) if status is _Status.FAILED]
         if failed and len(failed) < len(statuses):
             words = self._communicator.all_gather_object(self._failure)

@@ -22,7 +22,7 @@ from allstep.launch.logs import RankFiles
 from allstep.launch.ports import HeldPort
 from allstep.launch.record import FailureRecord
 from allstep.launch.signals import Signals
-from allstep.launch.spec import LaunchSpec, cores_available, threads_per_rank
+from allstep.launch.spec import LaunchSpec, cores_available, threads_per_rank, visible_gpus
 from allstep.launch.worker import FAILURE_FILE, LAUNCHER_PID
 
 __all__ = ["launch"]
@@ -118,6 +118,9 @@ class _Agent:
         }
         if threads is not None:
             own["OMP_NUM_THREADS"] = str(threads)
+        if not visible_gpus(self._variables):
+            # accelerate otherwise trains every rank by itself on such a machine, without a word
+            own["ACCELERATE_USE_CPU"] = self._variables.get("ACCELERATE_USE_CPU") or "true"
         self._say(_introduction(spec, self._port, threads, self._files))
         for rank in range(spec.num_processes):
             try:

@@ -260,7 +260,7 @@ def _cut(lines: Sequence[str]) -> list[str]:
     return [*lines[:half], f"[... {len(lines) - 2 * half} lines ...]", *lines[-half:]]
 
 
-def _shortened(text: str, most: int = 150) -> str:
+def _shortened(text: str, most: int = 300) -> str:
     line = _SOURCE_PLACE.sub("", text.strip().splitlines()[0] if text.strip() else "")
     return line if len(line) <= most else line[: most - 3] + "..."
 

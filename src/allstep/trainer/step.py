@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 import torch
 
 from allstep.data.collate import to_device
-from allstep.data.grid import MicroBatch
+from allstep.data.grid import MicroBatch, sample_ids
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
@@ -26,15 +26,14 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
         RankFailedError: another rank could not run its window; the optimizer has not moved.
         Exception: whatever this rank's data or model raised, after the other ranks were told.
     """
-    place = "before its first micro-batch"
+    place: MicroBatch | None = None  # where this rank is
     try:
         weight, loss = 0.0, torch.zeros((), device=run.device)
         reduced = False
         for micro_batch in window:
-            place = f"in micro-batch {micro_batch.number}, while fetching it"
+            place = micro_batch
             feed = next(feeds)
             assert feed.micro_batch == micro_batch
-            place = f"in micro-batch {micro_batch.number}, samples {_shown(feed.sample_ids)}"
             last = micro_batch is window[-1]
             own_weight = weight_of(feed.inputs, run.label_names)
             weight += own_weight
@@ -81,10 +80,11 @@ def _step(run: Run) -> StepResult:
     return StepResult(totals.carried, totals.weight, norm, learning_rate)
 
 
-def _tell_others(run: Run, error: Exception, place: str) -> None:
+def _tell_others(run: Run, error: Exception, place: MicroBatch | None) -> None:
     """The other ranks are on their way into a reduction; meet them there, and say why there will be no step."""
-    step = run.callbacks.state.global_step + 1
-    where = f"rank {run.communicator.rank}, step {step}, {place}"
+    where = f"rank {run.communicator.rank}, step {run.callbacks.state.global_step + 1}"
+    if place is not None:
+        where += f", micro-batch {place.number}, samples {_shown(sample_ids(run.grid, place, run.seed))}"
     if sys.version_info >= (3, 11):
         error.add_note(f"allstep: {where}")
     with suppress(AllstepError):  # this rank's own error is the one to be raised

@@ -1,108 +1,129 @@
-"""One script, four ways to start it: the same weights for the same global batch."""
+"""One script, four ways to start it, the same weights: allstep launch, torchrun, accelerate launch, and plain python."""
 
+import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
-import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-SCRIPT = textwrap.dedent(
-    """
-    import json, sys
-    from pathlib import Path
-    from allstep import ArgumentParser, Trainer, TrainingArguments
-    from allstep.comm.agreement import digest
-    from allstep.testing.models import Noisy, RegressionNet
+SCRIPT = """
+import json, os, sys
+from allstep import Trainer, TrainingArguments
+from allstep.comm.agreement import digest
+from allstep.testing.models import Noisy, RegressionNet
 
-    (args,) = ArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-    trainer = Trainer(RegressionNet(0.1), args, train_dataset=Noisy(37))
-    trainer.train()
-    seen = {
-        "world_size": trainer.world.size,
-        "launcher": trainer.world.launcher,
-        "timeout": args.ddp_timeout,
-        "digest": digest(trainer.model.named_parameters()),
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-    }
-    Path(args.output_dir, f"seen-{trainer.world.rank}.json").write_text(json.dumps(seen))
-    """
+args = TrainingArguments(
+    "out",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=int(sys.argv[1]),
+    num_train_epochs=2,
+    learning_rate=0.01,
+    save_strategy="no",
 )
-ARGUMENTS = [
-    "--per_device_train_batch_size", "4", "--num_train_epochs", "2", "--learning_rate", "1e-2", "--logging_steps", "1",
-    "--save_strategy", "no", "--ddp_timeout", "120",
-]  # fmt: skip
-PYTHON = sys.executable
+trainer = Trainer(RegressionNet(0.2), args, train_dataset=Noisy(27), eval_dataset=Noisy(5))
+trainer.train()
+said = {
+    "digest": digest(trainer.model.named_parameters()),
+    "eval_loss": trainer.evaluate()["eval_loss"],
+    "train_loss": trainer.state.run.mean,
+    "world": json.loads(trainer.world.to_json()),
+    "steps": trainer.state.global_step,
+}
+with open(f"said-{trainer.world.rank}", "w") as file:
+    json.dump(said, file)
+"""
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_ip", "127.0.0.1", "--main_process_port"]
+WAYS = {
+    "allstep": ["-m", "allstep", "launch", "--num_processes", "2"],
+    "torchrun": TORCHRUN,
+    "accelerate": ACCELERATE,
+    "none": [],
+}
+"""What the script reads of its launcher -> how Python is told to start it."""
+
+OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment() -> dict[str, str]:
+    """Nothing of a launcher; one thread for every rank, also where there is only one: threads change the order of sums."""
+    rest = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    return {**rest, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def free_port() -> str:
-    """For accelerate alone, which cannot choose one by itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def command(way: str, script: Path) -> list[str]:
-    if way == "allstep":
-        return [PYTHON, "-m", "allstep", "launch", "--num_processes", "2", str(script)]
-    if way == "torchrun":
-        return [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    if way == "accelerate":
-        options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-        options += ["--dynamo_backend", "no", "--main_process_port", free_port()]
-        return [PYTHON, "-m", "accelerate.commands.launch", *options, str(script)]
-    return [PYTHON, str(script), "--gradient_accumulation_steps", "2"]
-
-
-def run(way: str, folder: Path) -> list[dict]:
-    """What each rank saw."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    variables = {key: value for key, value in os.environ.items() if not key.startswith(("MASTER_", "TORCHELASTIC"))}
-    done = subprocess.run(
-        [*command(way, script), "--output_dir", str(folder / "run"), *ARGUMENTS],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**variables, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(path.read_text()) for path in sorted((folder / "run").glob("seen-*.json"))]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The same global batch in one process, by accumulation."""
-    (seen,) = run("python", tmp_path_factory.mktemp("alone"))
-    return seen
+def said(tmp_path_factory):
+    """Launcher -> what each rank said; None where it is not installed. A run costs seconds: each is made once."""
+    results = {}
+    for way, options in WAYS.items():
+        if way == "accelerate" and importlib.util.find_spec("accelerate") is None:
+            results[way] = None
+            continue
+        folder = tmp_path_factory.mktemp(way)
+        (folder / "train.py").write_text(SCRIPT)
+        port = [free_port()] if way == "accelerate" else []
+        command = [sys.executable, *options, *port, "train.py", "2" if way == "none" else "1"]
+        done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, f"{way}:\n{done.stdout}\n{done.stderr}"
+        results[way] = [json.loads((folder / f"said-{rank}").read_text()) for rank in range(1 if way == "none" else 2)]
+    return results
 
 
-@pytest.mark.parametrize("way", ["allstep", "torchrun", "accelerate"])
-def test_two_ranks_under_each_launcher_train_to_the_weights_of_one_process(way, alone, tmp_path):
-    if way == "accelerate" and find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed")
-    assert (alone["world_size"], alone["launcher"]) == (1, "none")
-    seen = run(way, tmp_path)
-    assert len(seen) == 2
-    for rank in seen:
-        assert rank["world_size"] == 2
-        assert rank["launcher"] == way
-        assert rank["digest"] == alone["digest"]
-        assert rank["losses"] == alone["losses"]
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "none"])
+def test_two_ranks_join_whoever_started_them(said, way):
+    if said[way] is None:
+        pytest.skip(f"{way} is not installed")
+    for rank, each in enumerate(said[way]):
+        world = each["world"]
+        assert (world["rank"], world["size"], world["local_rank"], world["local_size"]) == (rank, 2, rank, 2)
+        assert (world["launcher"], world["device"], world["backend"]) == (way, "cpu", "gloo")
 
 
-def test_half_set_variables_are_an_error_that_lists_what_is_missing(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=120, env=variables, check=False)
-    last = done.stderr.strip().splitlines()[-1]
+def test_under_plain_python_the_same_script_trains_alone(said):
+    (alone,) = said["none"]
+    assert (alone["world"]["size"], alone["world"]["launcher"], alone["world"]["backend"]) == (1, "none", "none")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_global_batch_gives_the_same_bits(said, way):
+    if said[way] is None:
+        pytest.skip(f"{way} is not installed")
+    (alone,) = said["none"]
+    assert alone["steps"] == 8
+    for each in said[way]:
+        for key in ("digest", "steps", "train_loss", "eval_loss"):
+            assert each[key] == alone[key], key
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are missing"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "RANK is missing"),
+    ],
+    ids=["no address", "no rank"],
+)
+def test_half_set_variables_end_the_script_with_what_is_missing(tmp_path: Path, variables, missing):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "train.py", "1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**environment(), **variables}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
-    assert "LaunchVariablesError" in last
-    assert "MASTER_ADDR, MASTER_PORT are missing" in last
-    assert "allstep launch" in last
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("allstep.errors.LaunchVariablesError: The launcher's variables are half set: ")
+    assert missing in last
+    assert "allstep launch --num_processes N" in last
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -47,7 +47,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def wrapped(rank, size, flag):
-    model = DistributedDataParallel(Buffered(rank), broadcast_buffers=flag)
+    model = DistributedDataParallel(Buffered(rank), forward_sync_buffers=flag)
     return values(model.module)
 
 
@@ -59,7 +59,7 @@ def test_after_wrapping_every_rank_has_rank_zeros_buffers_of_every_kind(ranks, f
 
 def steps(rank, size, flag, windows):
     """`windows` windows of two micro-batches; buffers as every forward found them, and at the end."""
-    model = DistributedDataParallel(Buffered(rank), broadcast_buffers=flag)
+    model = DistributedDataParallel(Buffered(rank), forward_sync_buffers=flag)
     for window in range(windows):
         with model.no_sync():
             model(batch(rank, 2 * window)).square().mean().backward()

@@ -128,9 +128,9 @@ def wrap_differently(rank, size, of_rank):
     "of_rank",
     [
         [{"bucket_cap_mb": 1.0}, {"bucket_cap_mb": 1e-5}],
-        [{"broadcast_buffers": True}, {"broadcast_buffers": False}],
+        [{"forward_sync_buffers": True}, {"forward_sync_buffers": False}],
     ],
-    ids=["bucket_cap_mb", "broadcast_buffers"],
+    ids=["bucket_cap_mb", "forward_sync_buffers"],
 )
 def test_arguments_that_have_to_agree_are_compared_too(ranks, of_rank):
     here, there = ranks.run(wrap_differently, of_rank, timeout=30)

@@ -172,6 +172,13 @@ def test_ranks_that_do_not_come_are_an_error_with_address_and_time(monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_nobody_can_listen_on_is_told_at_once(port):
+    environment = WorkerEnvironment(rank=0, world_size=2, local_world_size=2, master_addr="127.0.0.1", master_port=port)
+    with pytest.raises(LaunchVariablesError, match=rf"MASTER_PORT={port} is no port"):
+        join(use_cpu=True, environment=environment)
+
+
 def test_an_address_of_version_six_is_bracketed():
     assert process_group._bracketed("::1") == "[::1]"
     assert process_group._bracketed("node1") == "node1"

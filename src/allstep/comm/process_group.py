@@ -74,7 +74,7 @@ def join(
         environment: who this process is; None reads the launcher's variables.
 
     Raises:
-        LaunchVariablesError: the variables are half set, or give a rank a device that is not there.
+        LaunchVariablesError: the variables are half set, or give a rank a device or a port that cannot be.
         BackendError: `backend` is not there, in this torch or on this machine.
         CollectiveError: the other ranks did not come within `timeout`.
     """
@@ -175,6 +175,11 @@ def _is_available(backend: str) -> bool:
 
 
 def _initialize(environment: WorkerEnvironment, backend: str, device: torch.device, timeout: timedelta) -> None:
+    if not 0 < environment.master_port < 1 << 16:
+        raise LaunchVariablesError(
+            f"MASTER_PORT={environment.master_port} is no port that rank {environment.rank} could join at: expected 1 to "
+            f"65535. Launchers other than `allstep launch` pass 0 on as it is: give them a free port, or leave it to them."
+        )
     if environment.local_world_size == environment.world_size and "lo" in (name for _, name in socket.if_nameindex()):
         # gloo asks the name server for this host's address otherwise, which hangs or fails on machines without one
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

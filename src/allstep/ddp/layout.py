@@ -104,6 +104,20 @@ class BucketCaps:
     middle: int
     last: int
     """Of the last bucket to fill: small, because no backward is left that could hide its collective."""
+    given: tuple[int, ...] = ()
+    """Caps of the first buckets one by one, where somebody chose them."""
+
+    @classmethod
+    def in_turn(cls, sizes_mb: Sequence[float]) -> "BucketCaps":
+        """A cap (MiB) for each bucket in the order in which they fill; the last one is for all that follow."""
+        sizes = tuple(int(size * MIB) for size in sizes_mb)
+        return cls(first=sizes[0], middle=sizes[-1], last=0, given=sizes)
+
+    def of_bucket(self, index: int) -> int:
+        """The cap of a bucket, by its number in the order in which they fill, where it is not the last."""
+        if index < len(self.given):
+            return self.given[index]
+        return self.middle if index else self.first
 
     @classmethod
     def of(cls, bucket_cap_mb: float | None, *, default_mb: float) -> "BucketCaps":
@@ -187,7 +201,7 @@ def _cut(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps)
     closed: list[list[int]] = []
     for i in order[: len(order) - len(tail)]:
         kind = (specs[i].dtype, specs[i].device)
-        cap = caps.middle if closed else caps.first
+        cap = caps.of_bucket(len(closed))
         if kind in open_groups and sizes[kind] + specs[i].nbytes > cap:
             closed.append(open_groups.pop(kind))
         open_groups.setdefault(kind, []).append(i)

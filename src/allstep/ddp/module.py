@@ -10,15 +10,14 @@ from torch import nn
 
 from allstep.comm.agreement import check_same_replicas
 from allstep.comm.communicator import Communicator, communicator_for
+from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
 from allstep.ddp.comm_hooks import CommHook, builtin_hook
-from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec
+from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.reducer import Reducer, Totals
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states
 from allstep.ddp.unused import reached_parameters, tensors_in
 
 __all__ = ["DistributedDataParallel"]
-
-_DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
 
 
 class DistributedDataParallel(nn.Module):
@@ -31,15 +30,23 @@ class DistributedDataParallel(nn.Module):
         module: the model, on its device. All ranks must build the same one.
         device_ids: the one device of this rank, for a module on an accelerator; inputs are moved there.
         output_device: accepted for compatibility; must be the same device.
-        broadcast_buffers: send rank 0's buffers to all ranks at the start of a forward, once for each reduction.
+        dim: accepted for compatibility; samples lie along the first dimension.
+        broadcast_buffers: torch's older name of `forward_sync_buffers`; warns.
         init_sync: compare the replicas when wrapping, and send rank 0's parameters and buffers to all.
         process_group: the ranks to average over; None is the default group, or a world of one where nobody joined a group.
-        bucket_cap_mb: size of buckets in MiB. None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1.
+        bucket_cap_mb: size of buckets in MiB; several are those of the buckets in the order in which they fill, the last one
+            for all that follow. None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1.
         find_unused_parameters: False: a parameter without a gradient is an error in the same backward. True: walk the graph
             after each forward to know such parameters beforehand. None: no walk; a rank without a gradient takes part
             with zeros, and a parameter that no rank used keeps the `.grad` it had.
         static_graph: every backward uses the same parameters; those that the first one did not use are not waited for.
+        check_reduction: accepted for compatibility; every reduction is checked.
         gradient_as_bucket_view: leave `.grad` as views of flat storage, so that gradients exist once in memory.
+        device_mesh: the ranks, as a mesh of one dimension, in place of `process_group`.
+        skip_all_reduce_unused_params: accepted for compatibility; what no rank used stays as it was.
+        bucket_cap_mb_list: as `bucket_cap_mb` with several sizes.
+        batched_grad_copy: accepted for compatibility; copies into buckets are always batched.
+        forward_sync_buffers: send rank 0's buffers to all ranks at the start of a forward, once for each reduction.
 
     Attributes that this class does not have are those of `module`.
 
@@ -53,21 +60,31 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
-        *,
-        broadcast_buffers: bool = True,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | Communicator | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Sequence[float] | None = None,
         find_unused_parameters: bool | None = False,
-        static_graph: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        *,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = True,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        check_one_device_type(module)
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in self._ignored]
         self.module = module
-        self._communicator = communicator_for(process_group)
-        self.broadcast_buffers = broadcast_buffers
+        self.dim = dim
+        self.device_mesh = device_mesh
+        self._communicator = communicator_for(group_of(process_group, device_mesh))
+        self.forward_sync_buffers = buffer_flags(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -76,7 +93,7 @@ class DistributedDataParallel(nn.Module):
         self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         if init_sync:
-            arguments = f"bucket_cap_mb={bucket_cap_mb}, broadcast_buffers={broadcast_buffers}"
+            arguments = f"bucket_cap_mb={bucket_cap_mb_list or bucket_cap_mb}, forward_sync_buffers={self.forward_sync_buffers}"
             check_same_replicas(self._communicator, describe_states(module, self._ignored), arguments)
             states = [p for n, p in module.named_parameters() if n not in self._ignored]
             broadcast_states(self._communicator, [*states, *buffers_of(module, self._ignored)])
@@ -86,12 +103,12 @@ class DistributedDataParallel(nn.Module):
                 f"without the wrapper."
             )
         self.device = named[0][1].device
-        self._input_device = _input_device(self.device, device_ids, output_device)
+        self._input_device = input_device(self.device, device_ids, output_device)
         self._reducer = Reducer(
             [parameter for _, parameter in named],
             [_spec(name, parameter) for name, parameter in named],
             self._communicator,
-            BucketCaps.of(bucket_cap_mb, default_mb=_DEFAULT_CAP_MB.get(self.device.type, 25.0)),
+            bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device),
             as_views=gradient_as_bucket_view,
             strict=find_unused_parameters is False and not static_graph,
         )
@@ -195,7 +212,7 @@ class DistributedDataParallel(nn.Module):
 
     def _send_buffers_if_due(self) -> None:
         """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""
-        if self.broadcast_buffers and self._buffers_sent_at != self._reducer.reductions:
+        if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions:
             broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
             self._buffers_sent_at = self._reducer.reductions
 
@@ -229,22 +246,6 @@ def _spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
         itemsize=parameter.element_size(),
         device=str(parameter.device),
     )
-
-
-def _input_device(
-    device: torch.device, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
-) -> torch.device | None:
-    """Where inputs are moved to; None where they stay as they are."""
-    if not device_ids and output_device is None:
-        return None
-    wanted = [*(device_ids or ()), *([] if output_device is None else [output_device])]
-    named = [torch.device(device.type, d) if isinstance(d, int) else torch.device(d) for d in wanted]
-    if device.type == "cpu" or any(d != device for d in named):
-        raise ValueError(
-            f"device_ids={device_ids} and output_device={output_device} do not fit a module on {device}: write "
-            f"{'device_ids=None' if device.type == 'cpu' else f'device_ids=[{device.index}]'}."
-        )
-    return device
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -40,7 +40,7 @@ def wrap(model: nn.Module, args: TrainingArguments) -> DistributedDataParallel:
     """Wrap `model` for training as the ddp_* arguments say."""
     return DistributedDataParallel(
         model,
-        broadcast_buffers=args.ddp_broadcast_buffers is not False,
+        forward_sync_buffers=args.ddp_broadcast_buffers is not False,
         bucket_cap_mb=args.ddp_bucket_cap_mb,
         find_unused_parameters=args.ddp_find_unused_parameters,
         static_graph=bool(args.ddp_static_graph),

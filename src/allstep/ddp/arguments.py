@@ -1,0 +1,99 @@
+"""The constructor arguments of `DistributedDataParallel`, brought into the form that the engine works with."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allstep.comm.communicator import Communicator
+from allstep.ddp.layout import BucketCaps
+
+__all__ = ["bucket_caps", "buffer_flags", "check_one_device_type", "group_of", "input_device"]
+
+_DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
+
+
+def group_of(
+    process_group: "dist.ProcessGroup | Communicator | None", device_mesh: Any
+) -> "dist.ProcessGroup | Communicator | None":
+    """The ranks to average over, named by a group, or by a mesh of one dimension; None is the default group.
+
+    Raises:
+        RuntimeError: both are given, or the mesh has more dimensions.
+    """
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. Leave one of them out.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}. Slice it: mesh['name of a dimension'].")
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Whether rank 0's buffers are sent before forwards, given either of torch's two names for it."""
+    if broadcast_buffers is not None:
+        more = " forward_sync_buffers is given too, and counts." if forward_sync_buffers is not None else ""
+        warnings.warn(
+            f"broadcast_buffers has a newer name in torch: write forward_sync_buffers={broadcast_buffers}.{more} Buffers are "
+            f"made equal when the model is wrapped, whatever it says.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    return given is not False
+
+
+def bucket_caps(
+    cap_mb: float | Sequence[float] | None, cap_mb_list: Sequence[float] | None, device: torch.device
+) -> BucketCaps:
+    """Sizes of buckets: one for all, one for each in turn (the last one for the rest), or what suits `device`.
+
+    Raises:
+        ValueError: a size that is not above zero.
+    """
+    asked = cap_mb_list or cap_mb
+    sizes: Sequence[float] = asked if isinstance(asked, Sequence) else [] if asked is None else [asked]
+    if any(not isinstance(size, (int, float)) or size <= 0 for size in sizes):
+        raise ValueError(f"bucket_cap_mb={asked}: expected a size in MiB above zero, or several.")
+    if isinstance(asked, Sequence) and asked:
+        return BucketCaps.in_turn(asked)
+    return BucketCaps.of(sizes[0] if sizes else None, default_mb=_DEFAULT_CAP_MB.get(device.type, 25.0))
+
+
+def input_device(
+    device: torch.device, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    """Where inputs are moved to; None where they stay as they are.
+
+    Raises:
+        ValueError: more than one device, or another one than the module's.
+    """
+    if not device_ids and output_device is None:
+        return None
+    wanted = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+    named = [torch.device(device.type, d) if isinstance(d, int) else torch.device(d) for d in wanted]
+    if device.type == "cpu" or any(d != device for d in named):
+        raise ValueError(
+            f"device_ids={device_ids} and output_device={output_device} do not fit a module on {device}: write "
+            f"{'device_ids=None' if device.type == 'cpu' else f'device_ids=[{device.index}]'}."
+        )
+    return device
+
+
+def check_one_device_type(module: nn.Module) -> None:
+    """Refuse a module that is spread over kinds of devices.
+
+    Raises:
+        ValueError: names the kinds.
+    """
+    kinds = sorted({parameter.device.type for parameter in module.parameters()})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"The parameters of {type(module).__name__} lie on devices of {len(kinds)} kinds, {' and '.join(kinds)}; expected "
+            f"one. Move the module with .to(device) before wrapping it."
+        )

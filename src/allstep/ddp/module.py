@@ -79,8 +79,8 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         check_one_device_type(module)
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in self._ignored]
         self.module = module
+        named = self._trainable()
         self.dim = dim
         self.device_mesh = device_mesh
         self._communicator = communicator_for(group_of(process_group, device_mesh))
@@ -91,7 +91,7 @@ class DistributedDataParallel(nn.Module):
         self.require_backward_grad_sync = True
         """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
         self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
-        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._has_own_group = process_group not in (None, dist.group.WORLD) or device_mesh is not None
         if init_sync:
             arguments = f"bucket_cap_mb={bucket_cap_mb_list or bucket_cap_mb}, forward_sync_buffers={self.forward_sync_buffers}"
             check_same_replicas(self._communicator, describe_states(module, self._ignored), arguments)
@@ -104,14 +104,48 @@ class DistributedDataParallel(nn.Module):
             )
         self.device = named[0][1].device
         self._input_device = input_device(self.device, device_ids, output_device)
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device)
+        self._make_reducer(named)
+
+    def _make_reducer(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._reducer = Reducer(
             [parameter for _, parameter in named],
             [_spec(name, parameter) for name, parameter in named],
             self._communicator,
-            bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device),
-            as_views=gradient_as_bucket_view,
-            strict=find_unused_parameters is False and not static_graph,
+            self._caps,
+            as_views=self.gradient_as_bucket_view,
+            strict=self.find_unused_parameters is False and not self.static_graph,
         )
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and parameter of all that is reduced, in registration order."""
+        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._ignored]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy; a copy reduces by itself, over the default group of the process in which it is made.
+
+        Raises:
+            RuntimeError: this wrapper has a group of its own, which no copy could find again.
+        """
+        if self._has_own_group:
+            raise RuntimeError(
+                "A DistributedDataParallel with a process_group of its own cannot be pickled or copied, as the group cannot. "
+                "Copy or save its .module, or its state_dict(), and wrap the copy."
+            )
+        if self._reducer.hook is not None:
+            raise RuntimeError(
+                "A DistributedDataParallel with a communication hook cannot be pickled or copied. Copy its .module, wrap the "
+                "copy, and register the hook there."
+            )
+        made_anew = ("_reducer", "_communicator", "_index_of")
+        return {key: value for key, value in self.__dict__.items() if key not in made_anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._communicator = communicator_for(None)
+        self._buffers_sent_at = -1
+        self._make_reducer(self._trainable())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward is reduced, unless it runs under `no_sync` or without gradients."""
@@ -229,7 +263,7 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module" or name.startswith("__"):
                 raise
             try:
                 return getattr(self.module, name)

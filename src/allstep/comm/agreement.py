@@ -9,7 +9,7 @@ import torch
 from allstep.comm.communicator import Communicator
 from allstep.errors import RankFailedError, ReplicaError
 
-__all__ = ["check_same_replicas", "digest", "fail_together", "failing_together"]
+__all__ = ["check_same_replicas", "digest", "fail_together", "failing_together", "first_difference"]
 
 
 def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -49,6 +49,32 @@ def failing_together(communicator: Communicator, doing: str) -> Iterator[None]:
     except Exception as caught:  # noqa: BLE001 - whatever it is, the peers have to hear of it
         error = caught
     fail_together(communicator, error, doing)
+
+
+def first_difference(communicator: Communicator, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Collective. What ranks hold differently, in words: the first name at which one differs from rank 0; None if none does.
+
+    Equal means equal bits, shapes, dtypes and names, in order.
+    """
+    own = [(name, digest([(name, tensor)])) for name, tensor in named_tensors]
+    whole = hashlib.sha256(str(own).encode()).hexdigest()
+    if len(set(communicator.all_gather_object(whole))) == 1:
+        return None
+    everyone: list[list[tuple[str, str]]] = communicator.all_gather_object(own)
+    reference = everyone[0]
+    for at in range(max(map(len, everyone))):
+        seen = [ranks[at] if at < len(ranks) else ("nothing", "") for ranks in everyone]
+        others = [rank for rank, each in enumerate(seen) if each != seen[0]]
+        if others:
+            names = {seen[0][0], *(seen[rank][0] for rank in others)}
+            count = sum(1 for index, (_, value) in enumerate(reference) if any(_differs(r, index, value) for r in everyone))
+            more = f" ({count} of {len(reference)} differ)" if count > 1 else ""
+            return f"{' / '.join(sorted(names))} on rank(s) {', '.join(map(str, others))} is not as on rank 0{more}"
+    raise AssertionError("digests differ but tensors do not")
+
+
+def _differs(named_digests: list[tuple[str, str]], index: int, value: str) -> bool:
+    return index >= len(named_digests) or named_digests[index][1] != value
 
 
 def check_same_replicas(communicator: Communicator, described: list[str], arguments: str) -> None:

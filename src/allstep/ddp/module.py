@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allstep.comm.agreement import check_same_replicas
+from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
 from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
 from allstep.ddp.comm_hooks import CommHook, builtin_hook
 from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.reducer import Reducer, Totals
-from allstep.ddp.sync import broadcast_states, buffers_of, describe_states
+from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, states_to_compare
 from allstep.ddp.unused import reached_parameters, tensors_in
+from allstep.errors import ReplicaError
 
 __all__ = ["DistributedDataParallel"]
 
@@ -170,10 +171,12 @@ class DistributedDataParallel(nn.Module):
         """Forwards inside keep their gradients on this rank; the first one after it reduces all that was accumulated."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
+        self._reducer.under_no_sync = True
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
+            self._reducer.under_no_sync = not before
 
     def weigh(self, weight: float, carried: float | torch.Tensor = 0.0) -> None:
         """Between forward and backward: divide the coming reduction by the sum over ranks of `weight`, not by their number.
@@ -203,6 +206,20 @@ class DistributedDataParallel(nn.Module):
         if weight is not None:
             self._reducer.weigh(weight)
         self._reducer.abandon(reason)
+
+    def check_consistency(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Collective. Compare parameters, buffers and, where given, the state of `optimizer` over all ranks, bit for bit.
+
+        Raises:
+            ReplicaError: on every rank, with the first thing that differs, and on which ranks.
+        """
+        for kind, tensors in states_to_compare(self.module, self._ignored, optimizer):
+            difference = first_difference(self._communicator, tensors)
+            if difference is not None:
+                raise ReplicaError(
+                    f"The replicas have drifted apart: {kind} {difference}. It was loaded or changed on some ranks only, or "
+                    f"computed from something that differs between ranks. Load and change the same on every rank."
+                )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` average the gradients of each full bucket; see `comm_hooks`. Before the first backward.

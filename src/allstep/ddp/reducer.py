@@ -12,6 +12,7 @@ that failed, is known to all at no collective more.
 """
 
 import enum
+import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ class Reducer:
         """Per bucket, collectives started since the start."""
         self.untouched: list[int] = []
         """Parameters that got no gradient on this rank in its last backward that was reduced."""
+        self.under_no_sync = False
+        """Whether the wrapper's `no_sync` is entered."""
+        self._has_warned = False
         self.hook: tuple[Any, CommHook] | None = None
         """(state, function) that averages buckets in place of an all-reduce."""
         self.totals: Totals | None = None
@@ -145,10 +149,20 @@ class Reducer:
         """A backward has started; called inside it, so that `finish` runs when autograd has done all of it."""
         if self.phase is Phase.COLLECTING:
             return
+        self._warn_of_no_sync()
         self.phase = Phase.COLLECTING  # also from LOCAL: a forward under no_sync came after the one whose backward this is
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._unreached:
             self._mark_ready(index)
+
+    def _warn_of_no_sync(self) -> None:
+        if self.under_no_sync and self.phase is Phase.ARMED and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Rank {self._communicator.rank}: this backward runs under no_sync(), but its forward did not, so its "
+                f"gradients are reduced all the same, as with torch. Put the forward inside `with model.no_sync():` too.",
+                stacklevel=2,
+            )
 
     def begin_at_output(self, *_: object) -> None:
         """A backward has come to an output of the module, the outermost one where backwards are nested.

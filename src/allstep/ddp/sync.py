@@ -1,13 +1,13 @@
 """Rank 0's parameters and buffers to every rank."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from allstep.comm.communicator import Communicator
 
-__all__ = ["broadcast_states", "buffers_of", "describe_states"]
+__all__ = ["broadcast_states", "buffers_of", "describe_states", "states_to_compare"]
 
 
 def broadcast_states(communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
@@ -28,6 +28,25 @@ def describe_states(module: nn.Module, ignored: set[str]) -> list[str]:
         if name not in ignored
     ]
     return lines + [f"{name}: {_kind(b)}, buffer" for name, b in module.named_buffers() if name not in ignored]
+
+
+def states_to_compare(
+    module: nn.Module, ignored: set[str], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """Kind, and names with tensors, of all that has to be equal on ranks that train together."""
+    parameters = {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+    yield "parameter", list(parameters.items())
+    yield "buffer", [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored]
+    if optimizer is not None:
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        states = []
+        for group in optimizer.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"parameter {number}")
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, (torch.Tensor, float, int)):
+                        states.append((f"{key} of {name}", torch.as_tensor(value)))
+        yield "optimizer state", states
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -145,7 +145,7 @@ def shorter(bucket):
 
 def test_a_wrong_hook_is_told_what_is_expected(ranks):
     for words in ranks.run(misused):
-        assert "function of (state, bucket); got str" in words[0]
+        assert "callable as hook(state, bucket); got str" in words[0]
         assert "returned Tensor" in words[1]
         assert "this one holds (3,)" in words[2]
         assert "was called before" in words[3]

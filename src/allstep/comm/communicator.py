@@ -43,6 +43,8 @@ class Communicator(ABC):
     """This rank's number in the group, 0 to size - 1."""
     size: int
     """Number of ranks in the group."""
+    backend: str = "none"
+    """Name of the backend that carries the collectives, as torch has it."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
@@ -112,6 +114,7 @@ class GroupCommunicator(Communicator):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.backend = dist.get_backend(group)
         _LIVE.add(self)
 
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:

@@ -11,17 +11,18 @@ from torch import nn
 from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
 from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
-from allstep.ddp.comm_hooks import CommHook, builtin_hook
+from allstep.ddp.comm_hooks import builtin_hook
 from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.reducer import Reducer, Totals
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, states_to_compare
+from allstep.ddp.torch_surface import BufferHook, TorchSurface
 from allstep.ddp.unused import reached_parameters, tensors_in
 from allstep.errors import ReplicaError
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchSurface, nn.Module):
     """Train one replica of `module` on each rank, with gradients averaged over ranks while backward runs.
 
     Argument names and values are those of `torch.nn.parallel.DistributedDataParallel`. After `backward()` every rank holds
@@ -92,6 +93,8 @@ class DistributedDataParallel(nn.Module):
         self.require_backward_grad_sync = True
         """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
         self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
+        self._buffer_hook: tuple[Any, BufferHook, str] | None = None  # brings buffers together in place of rank 0's
+        self._error = ""  # the last error that this wrapper raised outside of its constructor
         self._has_own_group = process_group not in (None, dist.group.WORLD) or device_mesh is not None
         if init_sync:
             arguments = f"bucket_cap_mb={bucket_cap_mb_list or bucket_cap_mb}, forward_sync_buffers={self.forward_sync_buffers}"
@@ -156,6 +159,7 @@ class DistributedDataParallel(nn.Module):
             return self.module(*inputs, **kwargs)
         self._send_buffers_if_due()
         outputs = self.module(*inputs, **kwargs)
+        self._run_buffer_hook("POST_FORWARD")
         if not self.require_backward_grad_sync:
             self._reducer.disarm()
             return outputs
@@ -221,7 +225,7 @@ class DistributedDataParallel(nn.Module):
                     f"computed from something that differs between ranks. Load and change the same on every rank."
                 )
 
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Let `hook(state, bucket)` average the gradients of each full bucket; see `comm_hooks`. Before the first backward.
 
         Raises:
@@ -229,7 +233,8 @@ class DistributedDataParallel(nn.Module):
             RuntimeError: there is a hook already.
         """
         if not callable(hook):
-            raise TypeError(f"A communication hook has to be a function of (state, bucket); got {type(hook).__name__}.")
+            self._error = f"A communication hook must be callable as hook(state, bucket); got {type(hook).__name__}."
+            raise TypeError(self._error)
         if self._reducer.hook is not None:
             raise RuntimeError("register_comm_hook was called before; a wrapper has one communication hook.")
         self._reducer.hook = (state, hook)
@@ -263,6 +268,9 @@ class DistributedDataParallel(nn.Module):
 
     def _send_buffers_if_due(self) -> None:
         """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""
+        if self._buffer_hook is not None:
+            self._run_buffer_hook("PRE_FORWARD")
+            return
         if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions:
             broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
             self._buffers_sent_at = self._reducer.reductions

@@ -77,16 +77,16 @@ class Reducer:
         as_views: bool,
         strict: bool,
     ) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._names = [spec.name for spec in specs]
         self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self._communicator = communicator
         self._as_views = as_views
-        self._strict = strict
-        count, size = len(self._parameters), communicator.size
+        self.strict = strict
+        count, size = len(self.parameters), communicator.size
         # gradients usually come in reverse registration order
         self.layout: BucketLayout = plan_layout(specs, range(count - 1, -1, -1), caps, riders=count + size + 2)
-        self.storage = GradientStorage(self.layout, self._parameters, communicator.allocate)
+        self.storage = GradientStorage(self.layout, self.parameters, communicator.allocate)
         self._bucket_of = {slot.parameter: bucket.index for bucket in self.layout.buckets for slot in bucket.slots}
         riders = self.storage.riders
         self._used, self._statuses, self._numbers = riders[:count], riders[count : count + size], riders[count + size :]
@@ -119,6 +119,7 @@ class Reducer:
         self._unread: tuple[torch.Tensor, torch.Event] | None = None  # statuses on a device, and when they are there
         self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
         self._excused = False  # this rank ran no backward, and said so
+        self._futures: list[Any] = []  # of hooks on buffers
         self._failure: str | None = None  # why this rank cannot bring its gradients
         self._reset()
         # Hooks know the reducer weakly, or parameters would keep it alive and at work when its wrapper is long gone
@@ -126,7 +127,7 @@ class Reducer:
         itself = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, itself, index))
-            for index, parameter in enumerate(self._parameters)
+            for index, parameter in enumerate(self.parameters)
         ]
 
     # ---- what the wrapper calls around a forward
@@ -205,6 +206,10 @@ class Reducer:
         self._failure = reason
         self.take_part()
 
+    def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
+        """Also wait for `futures` at the end of the next backward that is reduced."""
+        self._futures.extend(futures)
+
     # ---- inside a backward
 
     def _on_gradient(self, index: int) -> None:
@@ -259,7 +264,7 @@ class Reducer:
                 last or not self.layout.buckets[bucket.index + 1].slots,
                 flat,
                 [self.storage.views[index] for index in indices],
-                [self._parameters[index] for index in indices],
+                [self.parameters[index] for index in indices],
             )
             self._pending.append(HookedTransfer(hook(state, seen), flat))
         if self._on_cpu:
@@ -276,7 +281,7 @@ class Reducer:
         """Bring the gradients of a bucket into flat storage."""
         views, fresh = [], []
         for slot in bucket.slots:
-            parameter, view = self._parameters[slot.parameter], self.storage.views[slot.parameter]
+            parameter, view = self.parameters[slot.parameter], self.storage.views[slot.parameter]
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
@@ -297,7 +302,7 @@ class Reducer:
             torch._foreach_copy_(views, fresh)
 
     def _write_riders(self, scale: float) -> None:
-        lacking = self._strict and not self._excused and not all(self._touched) and self._lacks_gradients()
+        lacking = self.strict and not self._excused and not all(self._touched) and self._lacks_gradients()
         status = _Status.FAILED if self._failure else _Status.LACKS_GRADIENTS if lacking else _Status.WELL
         weight, carried = self._weight or (1.0, 0.0)
         self._used.copy_(torch.frombuffer(self._touched, dtype=torch.uint8))
@@ -310,7 +315,7 @@ class Reducer:
 
     def _lacks_gradients(self) -> bool:
         """Whether a parameter that is not frozen by now got none."""
-        return any(p.requires_grad and not touched for p, touched in zip(self._parameters, self._touched, strict=True))
+        return any(p.requires_grad and not touched for p, touched in zip(self.parameters, self._touched, strict=True))
 
     # ---- at the end of a backward
 
@@ -343,9 +348,10 @@ class Reducer:
             self._reset()
 
     def _wait_for_all(self) -> None:
-        for pending in self._pending:
+        for pending in (*self._pending, *self._futures):
             pending.wait()
         self._pending.clear()
+        self._futures.clear()
 
     def _hand_out(self) -> None:
         """Make each gradient the mean; of a parameter that no rank used, leave what was there before."""
@@ -359,7 +365,7 @@ class Reducer:
         for index in untouched_anywhere & self._kept.keys():
             self.storage.views[index].copy_(self._kept[index])
         own, reduced = [], []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self.storage.views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.storage.views, strict=True)):
             if index in untouched_anywhere or parameter.grad is view:
                 continue
             if self._as_views:
@@ -402,7 +408,7 @@ class Reducer:
         size = self._communicator.size
         names = [
             f"{name} ({size - round(count)} of {size} ranks)" if round(count) > 0 else name
-            for name, parameter, count in zip(self._names, self._parameters, self._used.tolist(), strict=True)
+            for name, parameter, count in zip(self._names, self.parameters, self._used.tolist(), strict=True)
             if round(count) < size and parameter.requires_grad
         ]
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,6 +1,9 @@
 """What cannot be trained on: an error on every rank that says what, where and on which rank, and nothing half-written."""
 
 import json
+import re
+import sys
+import traceback
 
 import pytest
 import torch
@@ -123,6 +126,7 @@ def train(rank, size, folder, case):
     try:
         trainer.train(resume_from_checkpoint=case == "nothing to resume")
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # the garbage collector would take seconds over loader workers in them
         notes = getattr(error, "__notes__", [])
         return type(error).__name__, "\n".join([str(error), *notes]), trainer.state.global_step
     return None
@@ -216,11 +220,11 @@ def test_ranks_that_were_told_different_things_hear_of_it_before_the_first_step(
 @pytest.mark.parametrize(
     ("case", "words", "place"),
     [
-        ("collator", "rows do not fit together", "step 3, in micro-batch 1, while fetching it"),
-        ("loss", "the loss is lost", "step 3, in micro-batch 1, samples"),
-        ("forward", "the model refuses this batch", "step 3, in micro-batch 1, samples"),
-        ("backward", "no way back", "step 3, in micro-batch 1, samples"),
-        ("second micro-batch", "the model refuses this batch", "step 3, in micro-batch 3, samples"),
+        ("collator", "rows do not fit together", "step 3, micro-batch 1, samples"),
+        ("loss", "the loss is lost", "step 3, micro-batch 1, samples"),
+        ("forward", "the model refuses this batch", "step 3, micro-batch 1, samples"),
+        ("backward", "no way back", "step 3, micro-batch 1, samples"),
+        ("second micro-batch", "the model refuses this batch", "step 3, micro-batch 3, samples"),
     ],
 )
 def test_what_one_rank_cannot_do_ends_both_and_names_rank_step_and_place(ranks, tmp_path, case, words, place):
@@ -229,8 +233,9 @@ def test_what_one_rank_cannot_do_ends_both_and_names_rank_step_and_place(ranks, 
     assert told[0] == "RankFailedError"
     for kind, text, steps in (told, own):
         assert words in text, kind
-        assert f"rank 1, {place}" in text, kind
         assert steps == 2
+        if kind == "RankFailedError" or sys.version_info >= (3, 11):  # before, an error could carry no notes
+            assert f"rank 1, {place}" in text, kind
     check_folder(tmp_path)
     assert (tmp_path / "checkpoint-2").exists()
 
@@ -241,9 +246,10 @@ def test_a_row_that_cannot_be_read_ends_both_ranks_in_the_same_step(ranks, tmp_p
     kinds = [kind for kind, _, _ in ends]
     assert sorted(kinds) == ["LookupError", "RankFailedError"]
     failed = kinds.index("LookupError")
-    for _, text, steps in ends:
+    for kind, text, steps in ends:
         assert "row 5 is torn" in text
-        assert f"rank {failed}, step {steps + 1}, in micro-batch {failed}, while fetching it" in text
+        if kind == "RankFailedError" or sys.version_info >= (3, 11):
+            assert re.search(rf"rank {failed}, step {steps + 1}, micro-batch {failed}, samples .*\b5\b", text), text
     assert ends[0][2] == ends[1][2]
     check_folder(tmp_path)
 

@@ -1,6 +1,7 @@
 """Micro-batches of a rank: what is fetched, with which randomness, in the rank itself or in loader workers."""
 
 import random
+import traceback
 
 import numpy as np
 import pytest
@@ -125,8 +126,15 @@ def test_whatever_the_collator_makes_arrives():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_dataset_keeps_its_kind_and_its_words(workers):
-    with pytest.raises(LookupError, match="row 3 is torn"):
+    words = None
+    try:
         fetch(Refusing(), num_workers=workers)
+    except LookupError as error:
+        words = str(error)
+        # frames and error hold one another, and workers that the garbage collector ends take torch five seconds each
+        traceback.clear_frames(error.__traceback__)
+    assert words is not None
+    assert "row 3 is torn" in words
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -83,20 +83,18 @@ class Reducer:
         self._communicator = communicator
         self._as_views = as_views
         self.strict = strict
-        count, size = len(self.parameters), communicator.size
-        # gradients usually come in reverse registration order
-        self.layout: BucketLayout = plan_layout(specs, range(count - 1, -1, -1), caps, riders=count + size + 2)
-        self.storage = GradientStorage(self.layout, self.parameters, communicator.allocate)
-        self._bucket_of = {slot.parameter: bucket.index for bucket in self.layout.buckets for slot in bucket.slots}
-        riders = self.storage.riders
-        self._used, self._statuses, self._numbers = riders[:count], riders[count : count + size], riders[count + size :]
-        self._on_cpu = riders.device.type == "cpu"
+        self._specs, self._caps = list(specs), caps
+        count = len(self.parameters)
+        self.layout: BucketLayout
+        """Which gradient lies where in which bucket."""
+        self.storage: GradientStorage
+        """The memory that the layout describes."""
+        self._lay_out(range(count - 1, -1, -1))  # gradients usually come in reverse registration order
+        self._came: list[int] | None = []  # parameters in the order of their gradients, until buckets are rebuilt
 
         self.phase = Phase.ARMED
         self.reductions = 0
         """Reductions done since the start, each of every bucket once."""
-        self.launched: list[int] = [0] * len(self.layout.buckets)
-        """Per bucket, collectives started since the start."""
         self.untouched: list[int] = []
         """Parameters that got no gradient on this rank in its last backward that was reduced."""
         self.under_no_sync = False
@@ -111,10 +109,7 @@ class Reducer:
         self._touched = bytearray(count)  # parameters that got a gradient on this rank
         self._weight: tuple[float, float | torch.Tensor] | None = None  # the caller's numbers; None divides by ranks
         # of the current backward
-        self._ready = bytearray(count)  # parameters whose gradient is final
-        self._missing: list[int] = []  # per bucket, parameters that are not ready
         self._unreached: list[int] = []  # parameters that the graph does not reach
-        self._next = 0  # first bucket that is not launched
         self._pending: list[Pending] = []
         self._unread: tuple[torch.Tensor, torch.Event] | None = None  # statuses on a device, and when they are there
         self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
@@ -130,11 +125,48 @@ class Reducer:
             for index, parameter in enumerate(self.parameters)
         ]
 
+    def _lay_out(self, order: Sequence[int]) -> None:
+        """Plan buckets for gradients that come in `order`, and make their memory."""
+        count, size = len(self.parameters), self._communicator.size
+        self._order = list(order)
+        self.layout = plan_layout(self._specs, self._order, self._caps, riders=count + size + 2)
+        self.storage = GradientStorage(self.layout, self.parameters, self._communicator.allocate)
+        self._bucket_of = {slot.parameter: bucket.index for bucket in self.layout.buckets for slot in bucket.slots}
+        riders = self.storage.riders
+        self._used, self._statuses, self._numbers = riders[:count], riders[count : count + size], riders[count + size :]
+        self._on_cpu = riders.device.type == "cpu"
+        self.launched: list[int] = [0] * len(self.layout.buckets)
+        """Per bucket, collectives started since the buckets were laid out."""
+        self._await_all()
+
+    def _await_all(self) -> None:
+        """No gradient of the coming backward is there yet."""
+        self._ready = bytearray(len(self.parameters))  # parameters whose gradient is final
+        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]  # per bucket, parameters that are not ready
+        if not self.layout.buckets[-1].slots:
+            self._missing[-1] = 1  # riders without gradients leave at the end of backward
+        self._next = 0  # first bucket that is not launched
+
+    def _rebuild_once(self) -> None:
+        """Collective, after the first reduction: lay buckets out in the order in which rank 0's gradients really came."""
+        if self._came is None or not self.reductions or self.phase is Phase.COLLECTING or self._communicator.size == 1:
+            return
+        came, self._came = self._came, None
+        order = self._communicator.broadcast_object(list(dict.fromkeys([*came, *self._order])))
+        if order == self._order:
+            return
+        before = self.storage.views
+        self._lay_out(order)
+        for parameter, old, view in zip(self.parameters, before, self.storage.views, strict=True):
+            if parameter.grad is old:
+                parameter.grad = view.copy_(old)
+
     # ---- what the wrapper calls around a forward
 
     def arm(self, unreached: Collection[int] = ()) -> None:
         """Reduce the next backward. `unreached` parameters get no gradient in it and need not be waited for."""
         self._raise_unread()
+        self._rebuild_once()
         if self.phase is Phase.COLLECTING:
             self.abandon("its last backward did not come to its end")
         self.phase = Phase.ARMED
@@ -191,6 +223,7 @@ class Reducer:
 
     def take_part(self) -> None:
         """Collective. Reduce now, without a backward, whatever gradients this rank holds: possibly none at all."""
+        self._rebuild_once()
         self.phase = Phase.COLLECTING
         self._excused = True
         self.finish()
@@ -218,6 +251,8 @@ class Reducer:
             return
         if self.phase is Phase.ARMED:
             self.begin()
+        if self._came is not None and not self.reductions:
+            self._came.append(index)
         if self._ready[index]:
             if self._bucket_of[index] < self._next:
                 raise RuntimeError(
@@ -422,11 +457,7 @@ class Reducer:
     def _reset(self) -> None:
         """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""
         self._touched = bytearray(len(self._touched))
-        self._ready = bytearray(len(self._ready))
-        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
-        if not self.layout.buckets[-1].slots:
-            self._missing[-1] = 1  # riders without gradients leave at the end of backward
-        self._next = 0
+        self._await_all()
         self._pending = []
         self._kept = {}
         self._unreached = []

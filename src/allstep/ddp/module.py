@@ -12,7 +12,9 @@ from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
 from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
 from allstep.ddp.comm_hooks import builtin_hook
+from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout, ParameterSpec
+from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, reduce_in
 from allstep.ddp.reducer import Reducer, Totals
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, states_to_compare
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
@@ -22,7 +24,7 @@ from allstep.errors import ReplicaError
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchSurface, nn.Module):
+class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
     """Train one replica of `module` on each rank, with gradients averaged over ranks while backward runs.
 
     Argument names and values are those of `torch.nn.parallel.DistributedDataParallel`. After `backward()` every rank holds
@@ -44,6 +46,8 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         static_graph: every backward uses the same parameters; those that the first one did not use are not waited for.
         check_reduction: accepted for compatibility; every reduction is checked.
         gradient_as_bucket_view: leave `.grad` as views of flat storage, so that gradients exist once in memory.
+        mixed_precision: torch's `_MixedPrecision`: dtypes of parameters and inputs in forward and backward, of the reduction, and
+            of buffers. Parameters and gradients stay in their own.
         device_mesh: the ranks, as a mesh of one dimension, in place of `process_group`.
         skip_all_reduce_unused_params: accepted for compatibility; what no rank used stays as it was.
         bucket_cap_mb_list: as `bucket_cap_mb` with several sizes.
@@ -72,6 +76,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         *,
+        mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -110,6 +115,13 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self._input_device = input_device(self.device, device_ids, output_device)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device)
         self._make_reducer(named)
+        self.mixed_precision = mixed_precision
+        if mixed_precision is not None:
+            if mixed_precision.buffer_dtype is not None:
+                cast_buffers(module, mixed_precision.buffer_dtype, self._ignored)
+            reduced_in = mixed_precision.reduce_dtype or mixed_precision.param_dtype
+            if reduced_in is not None:
+                self._reducer.hook = (self.process_group, reduce_in(reduced_in, builtin_hook("ALLREDUCE")))
 
     def _make_reducer(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
@@ -156,9 +168,10 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         if not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
+            return self._call(inputs, kwargs)
+        self._announce(self.require_backward_grad_sync)
         self._send_buffers_if_due()
-        outputs = self.module(*inputs, **kwargs)
+        outputs = self._call(inputs, kwargs)
         self._run_buffer_hook("POST_FORWARD")
         if not self.require_backward_grad_sync:
             self._reducer.disarm()
@@ -169,6 +182,14 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
                 tensor.register_hook(self._reducer.begin_at_output)
         return outputs
+
+    def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, in low precision where that was asked for."""
+        low = None if self.mixed_precision is None else self.mixed_precision.param_dtype
+        if low is None:
+            return self.module(*inputs, **kwargs)
+        inputs, kwargs = cast_inputs((inputs, kwargs), low)
+        return call_in_low_precision(self.module, low, self._ignored, inputs, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -189,13 +210,15 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         samples, and `weight` is the total of this rank since the last reduction. `carried` is one more number to sum over
         ranks. Both sums come at no collective of their own and are in `totals` after the backward.
         """
+        self._check_divisor()
         self._reducer.weigh(weight, carried)
 
     def take_part(self, *, weight: float | None = None, carried: float | torch.Tensor = 0.0) -> None:
         """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""
+        self._announce(True)
         self._send_buffers_if_due()
         if weight is not None:
-            self._reducer.weigh(weight, carried)
+            self.weigh(weight, carried)
         self._reducer.take_part()
 
     def abandon(self, reason: str, *, weight: float | None = None) -> None:
@@ -206,9 +229,10 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         Raises:
             RankFailedError: unless all ranks abandoned this reduction.
         """
+        self._announce(True)
         self._send_buffers_if_due()
         if weight is not None:
-            self._reducer.weigh(weight)
+            self.weigh(weight)
         self._reducer.abandon(reason)
 
     def check_consistency(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -272,7 +296,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             self._run_buffer_hook("PRE_FORWARD")
             return
         if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions:
-            broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
+            broadcast_states(self._communicator, buffers_of(self.module, self._ignored), self._buffers_from)
             self._buffers_sent_at = self._reducer.reductions
 
     def _unreached(self, outputs: Any) -> Collection[int]:

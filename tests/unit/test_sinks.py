@@ -1,8 +1,11 @@
 import errno
+import fcntl
 import io
 import json
 import os
+import struct
 import sys
+import termios
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -230,3 +233,13 @@ def test_an_evaluation_before_training_stays_in_the_file_of_its_run(tmp_path: Pa
     again.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert len((tmp_path / "metrics.previous.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_pseudo_terminal_of_no_width_gets_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert type(make_sinks(tmp_path).sinks[0]) is LineSink
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        assert type(make_sinks(tmp_path).sinks[0]) is ProgressSink
+    os.close(ours)

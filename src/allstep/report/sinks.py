@@ -6,7 +6,6 @@ hands on to nobody, so that the trainer's lines are the same on all ranks.
 
 import contextlib
 import importlib.util
-import io
 import json
 import os
 import sys
@@ -194,6 +193,14 @@ def _has_tensorboard() -> bool:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    with contextlib.suppress(ValueError, io.UnsupportedOperation):  # closed, or no real file
-        return stream is not None and stream.isatty()
+    """Whether somebody watches; a pseudo-terminal of no width is a recorder's, on which a bar would be invisible."""
+    with contextlib.suppress(ValueError):  # closed
+        return stream is not None and stream.isatty() and _columns(stream) != 0
     return False
+
+
+def _columns(stream: TextIO) -> int | None:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except OSError:  # no real file
+        return None

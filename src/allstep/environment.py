@@ -53,9 +53,8 @@ class WorkerEnvironment:
         use_cpu = variables.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
         if not any(variables.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
             return cls(use_cpu=use_cpu)  # MASTER_ADDR alone is left over in many shells and says nothing
-        missing = [name for name in NEEDED if not variables.get(name)]
-        if missing == ["MASTER_ADDR", "MASTER_PORT"] and variables.get("WORLD_SIZE") == "1":
-            missing = []  # a world of one meets nobody
+        alone = variables.get("WORLD_SIZE") == "1"  # a world of one meets nobody
+        missing = [] if alone else [name for name in NEEDED if not variables.get(name)]
         if missing:
             present = [name for name in (*NEEDED, "LOCAL_RANK") if variables.get(name)]
             raise LaunchVariablesError(
@@ -63,7 +62,7 @@ class WorkerEnvironment:
                 f"{'is' if len(missing) == 1 else 'are'} missing. Start the script with `allstep launch --num_processes N "
                 f"SCRIPT` or torchrun, which set all of them, or unset {', '.join(present)} to train in one process."
             )
-        rank, world_size = _number("RANK", variables), _number("WORLD_SIZE", variables)
+        rank, world_size = _number("RANK", variables, default=0 if alone else None), _number("WORLD_SIZE", variables)
         local_rank = _number("LOCAL_RANK", variables, default=rank)
         local_world_size = _number("LOCAL_WORLD_SIZE", variables, default=world_size)
         if not 0 <= rank < world_size:

@@ -93,6 +93,7 @@ def test_a_local_rank_alone_is_half_set():
 def test_a_launched_world_of_one_needs_no_address():
     environment = read(RANK="0", WORLD_SIZE="1")
     assert (environment.world_size, environment.master_port, environment.launcher) == (1, 0, "variables")
+    assert read(WORLD_SIZE="1") == environment
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])

@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -79,10 +79,12 @@ def join(
         CollectiveError: the other ranks did not come within `timeout`.
     """
     environment = environment or WorkerEnvironment.from_variables(os.environ)
+    joined = dist.is_available() and dist.is_initialized()
+    if joined and not environment.is_launched:
+        environment = _environment_of_default_group(environment)
     device = choose_device(environment, use_cpu=use_cpu or environment.use_cpu)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    joined = dist.is_available() and dist.is_initialized()
     if joined:
         dist.distributed_c10d._set_pg_timeout(timeout)
     elif environment.world_size > 1 or backend is not None:
@@ -100,6 +102,13 @@ def join(
         backend=dist.get_backend() if joined else "none",
         launcher=environment.launcher,
     )
+
+
+def _environment_of_default_group(environment: WorkerEnvironment) -> WorkerEnvironment:
+    """Who this process is where the user made the default group without any launcher: ranks of one host, device by device."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    devices = torch.accelerator.device_count() or size
+    return replace(environment, rank=rank, world_size=size, local_rank=rank % devices, local_world_size=min(size, devices))
 
 
 def leave() -> None:

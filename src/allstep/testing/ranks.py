@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from allstep.launch.linux import end_with_parent
+
 __all__ = ["Outcome", "RankPool", "RanksError", "run_ranks"]
 
 
@@ -69,7 +71,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, self._store.port, threads, timeout, theirs)
+            arguments = (os.getpid(), rank, size, self._store.port, threads, timeout, theirs)
             process = context.Process(target=_serve, args=arguments)  # not a daemon: loader workers are its children
             process.start()
             theirs.close()
@@ -147,8 +149,9 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
         return pool.run(fn, *args, timeout=timeout)
 
 
-def _serve(rank: int, size: int, port: int, threads: int, timeout: float, pipe: Connection) -> None:
+def _serve(parent: int, rank: int, size: int, port: int, threads: int, timeout: float, pipe: Connection) -> None:
     """The life of one rank of a pool: join, then run what comes through the pipe until it closes."""
+    end_with_parent(parent)
     torch.set_num_threads(threads)
     multiprocessing.set_start_method(None, force=True)  # loader workers start as in any program, not as this rank was
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -18,7 +18,7 @@ from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cas
 from allstep.ddp.reducer import Reducer, Totals
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, states_to_compare
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
-from allstep.ddp.unused import reached_parameters, tensors_in
+from allstep.ddp.unused import tensors_in, unreached_parameters
 from allstep.errors import ReplicaError
 
 __all__ = ["DistributedDataParallel"]
@@ -176,11 +176,11 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         if not self.require_backward_grad_sync:
             self._reducer.disarm()
             return outputs
-        self._reducer.arm(self._unreached(outputs))
-        for tensor in tensors_in(outputs):
-            if tensor.grad_fn is not None:  # a hook on a parameter that is itself an output would stay there for ever
-                # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
-                tensor.register_hook(self._reducer.begin_at_output)
+        computed = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        self._reducer.arm(self._unreached(outputs), [tensor.grad_fn for tensor in computed])
+        for tensor in computed:  # a hook on a parameter that is itself an output would stay there for ever
+            # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
+            tensor.register_hook(self._reducer.begin_at_output)
         return outputs
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -292,6 +292,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def _send_buffers_if_due(self) -> None:
         """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""
+        self._reducer.raise_unread()  # it may end in a collective, which has to come before that of the buffers
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
             return
@@ -305,8 +306,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             return self._reducer.untouched
         if not self.find_unused_parameters:
             return ()
-        reached = reached_parameters(outputs)
-        return [index for parameter, index in self._index_of.items() if parameter not in reached]
+        return unreached_parameters(outputs, self._index_of)
 
     def __getattr__(self, name: str) -> Any:
         try:

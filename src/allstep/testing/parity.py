@@ -1,6 +1,7 @@
 """Gradients of several ranks beside those of one process: the same bits on every rank, and the mean over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ def assert_mean(
                 assert gradient is value, f"{name} on rank {rank}: {gradient}, expected {value}"
                 continue
             assert torch.equal(gradient, first), f"{name}: rank {rank} has {gradient}, rank 0 has {first}"
-            torch.testing.assert_close(gradient, value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(gradient, value, rtol=rtol, atol=atol, msg=partial("{}: {}".format, name))
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -51,8 +51,8 @@ class Communicator(ABC):
         """Start to sum `tensor` over ranks, in place; with `average`, where `averages_in_flight`, to average it."""
 
     @abstractmethod
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Copy the values of rank `source` into every rank's `tensors`; returns when they may be read."""
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy rank 0's values into every rank's `tensors`; returns when they may be read."""
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -89,7 +89,7 @@ class SoloCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
         return _Done()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         return None
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -128,14 +128,14 @@ class GroupCommunicator(Communicator):
         assert work is not None
         return _Waiting(work, self, what)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if not tensors:
             return
         group = self.group or dist.group.WORLD
         assert group is not None
         try:
             for same_device in _by_device(tensors):
-                dist._broadcast_coalesced(group, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(group, same_device, _COALESCE_BYTES, 0)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise self.broken(f"broadcast of {len(tensors)} tensors", error) from error
 

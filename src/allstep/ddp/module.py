@@ -12,19 +12,18 @@ from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
 from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
 from allstep.ddp.comm_hooks import builtin_hook
-from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, reduce_in
 from allstep.ddp.reducer import Reducer, Totals
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, states_to_compare
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
-from allstep.ddp.unused import tensors_in, unreached_parameters
+from allstep.ddp.unused import reached_parameters, tensors_in
 from allstep.errors import ReplicaError
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
+class DistributedDataParallel(TorchSurface, nn.Module):
     """Train one replica of `module` on each rank, with gradients averaged over ranks while backward runs.
 
     Argument names and values are those of `torch.nn.parallel.DistributedDataParallel`. After `backward()` every rank holds
@@ -46,8 +45,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         static_graph: every backward uses the same parameters; those that the first one did not use are not waited for.
         check_reduction: accepted for compatibility; every reduction is checked.
         gradient_as_bucket_view: leave `.grad` as views of flat storage, so that gradients exist once in memory.
-        mixed_precision: torch's `_MixedPrecision`: dtypes of parameters and inputs in forward and backward, of the reduction, and
-            of buffers. Parameters and gradients stay in their own.
+        mixed_precision: torch's `_MixedPrecision`: dtypes of parameters and inputs in forward and backward, of the reduction,
+            and of buffers. Parameters and gradients stay in their own.
         device_mesh: the ranks, as a mesh of one dimension, in place of `process_group`.
         skip_all_reduce_unused_params: accepted for compatibility; what no rank used stays as it was.
         bucket_cap_mb_list: as `bucket_cap_mb` with several sizes.
@@ -169,18 +168,17 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         if not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
-        self._announce(self.require_backward_grad_sync)
         self._send_buffers_if_due()
         outputs = self._call(inputs, kwargs)
         self._run_buffer_hook("POST_FORWARD")
         if not self.require_backward_grad_sync:
             self._reducer.disarm()
             return outputs
-        computed = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-        self._reducer.arm(self._unreached(outputs), [tensor.grad_fn for tensor in computed])
-        for tensor in computed:  # a hook on a parameter that is itself an output would stay there for ever
-            # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
-            tensor.register_hook(self._reducer.begin_at_output)
+        self._reducer.arm(self._unreached(outputs))
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:  # a hook on a parameter that is itself an output would stay there for ever
+                # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
+                tensor.register_hook(self._reducer.begin_at_output)
         return outputs
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,15 +208,13 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         samples, and `weight` is the total of this rank since the last reduction. `carried` is one more number to sum over
         ranks. Both sums come at no collective of their own and are in `totals` after the backward.
         """
-        self._check_divisor()
         self._reducer.weigh(weight, carried)
 
     def take_part(self, *, weight: float | None = None, carried: float | torch.Tensor = 0.0) -> None:
         """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""
-        self._announce(True)
         self._send_buffers_if_due()
         if weight is not None:
-            self.weigh(weight, carried)
+            self._reducer.weigh(weight, carried)
         self._reducer.take_part()
 
     def abandon(self, reason: str, *, weight: float | None = None) -> None:
@@ -229,10 +225,9 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         Raises:
             RankFailedError: unless all ranks abandoned this reduction.
         """
-        self._announce(True)
         self._send_buffers_if_due()
         if weight is not None:
-            self.weigh(weight)
+            self._reducer.weigh(weight)
         self._reducer.abandon(reason)
 
     def check_consistency(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -292,12 +287,11 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def _send_buffers_if_due(self) -> None:
         """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""
-        self._reducer.raise_unread()  # it may end in a collective, which has to come before that of the buffers
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
             return
         if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions:
-            broadcast_states(self._communicator, buffers_of(self.module, self._ignored), self._buffers_from)
+            broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
             self._buffers_sent_at = self._reducer.reductions
 
     def _unreached(self, outputs: Any) -> Collection[int]:
@@ -306,7 +300,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             return self._reducer.untouched
         if not self.find_unused_parameters:
             return ()
-        return unreached_parameters(outputs, self._index_of)
+        reached = reached_parameters(outputs)
+        return [index for parameter, index in self._index_of.items() if parameter not in reached]
 
     def __getattr__(self, name: str) -> Any:
         try:

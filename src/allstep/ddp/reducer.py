@@ -26,8 +26,6 @@ from allstep.comm.communicator import Communicator, Pending
 from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.comm_hooks import CommHook, GradBucket, HookedTransfer
 from allstep.ddp.layout import Bucket, BucketCaps, BucketLayout, ParameterSpec, plan_layout
-from allstep.ddp.second_order import refusing_derivatives
-from allstep.ddp.unused import reached_from, unused_message
 from allstep.errors import RankFailedError, UnusedParametersError
 
 __all__ = ["Phase", "Reducer", "Totals"]
@@ -110,14 +108,8 @@ class Reducer:
         # of the current window: everything since the last reduction
         self._touched = bytearray(count)  # parameters that got a gradient on this rank
         self._weight: tuple[float, float | torch.Tensor] | None = None  # the caller's numbers; None divides by ranks
-        self._aside: tuple[list[torch.Tensor | None], bytearray] | None = None  # gradients and `_touched` of before `join`
         # of the current backward
-        self._is_armed = False  # a forward whose backward is to be reduced has run
-        self._unreached: set[int] = set()  # parameters that the graph does not reach
-        self._roots: Sequence[Any] = ()  # graph nodes of the outputs
-        self._backward = -1  # autograd's number of it
-        self._has_graph = False  # backward(create_graph=True)
-        self._lacks: list[int] = []  # parameters that were promised a gradient and got none
+        self._unreached: list[int] = []  # parameters that the graph does not reach
         self._pending: list[Pending] = []
         self._unread: tuple[torch.Tensor, torch.Event] | None = None  # statuses on a device, and when they are there
         self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
@@ -171,22 +163,14 @@ class Reducer:
 
     # ---- what the wrapper calls around a forward
 
-    def arm(self, unreached: Collection[int] = (), roots: Sequence[Any] = ()) -> None:
-        """Reduce the next backward. `unreached` parameters get no gradient in it and need not be waited for.
-
-        `roots` are the graph nodes of the outputs: an error can then say which parameters the forward used.
-        """
-        self.raise_unread()
+    def arm(self, unreached: Collection[int] = ()) -> None:
+        """Reduce the next backward. `unreached` parameters get no gradient in it and need not be waited for."""
+        self._raise_unread()
         self._rebuild_once()
         if self.phase is Phase.COLLECTING:
             self.abandon("its last backward did not come to its end")
         self.phase = Phase.ARMED
-        frozen = [index for index, parameter in enumerate(self.parameters) if not parameter.requires_grad]
-        known = {*unreached, *frozen}
-        # several forwards before one backward: what one of them reaches will get a gradient
-        self._unreached = known & self._unreached if self._is_armed else known
-        self._is_armed = True
-        self._roots = roots if self.strict else ()
+        self._unreached = list(unreached)
 
     def disarm(self) -> None:
         """Keep the gradients of the next backward on this rank."""
@@ -200,7 +184,6 @@ class Reducer:
             return
         self._warn_of_no_sync()
         self.phase = Phase.COLLECTING  # also from LOCAL: a forward under no_sync came after the one whose backward this is
-        self._backward = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._unreached:
             self._mark_ready(index)
@@ -238,14 +221,8 @@ class Reducer:
         """
         self._weight = (weight, carried)
 
-    def take_part(self, *, empty: bool = False) -> None:
-        """Collective. Reduce now, without a backward, whatever gradients this rank holds: possibly none at all.
-
-        With `empty` none: what it holds is set aside until `bring_back`, and the mean lies in the gradients.
-        """
-        if empty:
-            self.raise_unread()
-            self._set_aside()
+    def take_part(self) -> None:
+        """Collective. Reduce now, without a backward, whatever gradients this rank holds: possibly none at all."""
         self._rebuild_once()
         self.phase = Phase.COLLECTING
         self._excused = True
@@ -262,22 +239,6 @@ class Reducer:
         self._failure = reason
         self.take_part()
 
-    def _set_aside(self) -> None:
-        if self._aside is None:
-            views = self.storage.views
-            held = [p.grad.clone() if p.grad is view else p.grad for p, view in zip(self.parameters, views, strict=True)]
-            self._aside = held, self._touched
-        self._touched = bytearray(len(self._touched))
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def bring_back(self) -> None:
-        """Give the parameters the gradients that they had before this rank took part empty."""
-        if self._aside is not None:
-            (held, self._touched), self._aside = self._aside, None
-            for parameter, gradient in zip(self.parameters, held, strict=True):
-                parameter.grad = gradient
-
     def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
         """Also wait for `futures` at the end of the next backward that is reduced."""
         self._futures.extend(futures)
@@ -292,16 +253,12 @@ class Reducer:
             self.begin()
         if self._came is not None and not self.reductions:
             self._came.append(index)
-        if torch._C._current_graph_task_id() != self._backward and not self._ready[index]:
-            return  # from a backward inside of this one (reentrant checkpointing): there may come more, until the end of all
         if self._ready[index]:
             if self._bucket_of[index] < self._next:
-                if index in self._unreached:
-                    raise UnusedParametersError(self._unexpected_message(index))
                 raise RuntimeError(
                     f"Rank {self._communicator.rank}: {self._names[index]!r} got a second gradient in one backward, after "
-                    f"its bucket had been sent. It is used both inside and outside of checkpointed blocks: use non-reentrant "
-                    f"checkpointing (use_reentrant=False). The optimizer has not moved."
+                    f"its bucket had been sent. It is used in several checkpointed blocks, or outside of the wrapper's "
+                    f"forward: use non-reentrant checkpointing (use_reentrant=False), or find_unused_parameters=None."
                 )
             return
         self._mark_ready(index)
@@ -370,7 +327,6 @@ class Reducer:
                     )
                 views.append(view)
                 fresh.append(gradient)
-                self._has_graph |= gradient.requires_grad
                 if not self._touched[slot.parameter]:
                     self._kept[slot.parameter] = gradient
                 if self._as_views:
@@ -381,14 +337,8 @@ class Reducer:
             torch._foreach_copy_(views, fresh)
 
     def _write_riders(self, scale: float) -> None:
-        if self.strict and not self._excused and not all(self._touched):
-            excused = self._unreached  # frozen when the forward ran
-            self._lacks = [
-                index
-                for index, parameter in enumerate(self.parameters)
-                if parameter.requires_grad and not self._touched[index] and index not in excused
-            ]
-        status = _Status.FAILED if self._failure else _Status.LACKS_GRADIENTS if self._lacks else _Status.WELL
+        lacking = self.strict and not self._excused and not all(self._touched) and self._lacks_gradients()
+        status = _Status.FAILED if self._failure else _Status.LACKS_GRADIENTS if lacking else _Status.WELL
         weight, carried = self._weight or (1.0, 0.0)
         self._used.copy_(torch.frombuffer(self._touched, dtype=torch.uint8))
         self._statuses.zero_()
@@ -397,6 +347,10 @@ class Reducer:
         self._numbers[1] = carried
         if scale != 1.0:
             self.storage.riders.mul_(scale)
+
+    def _lacks_gradients(self) -> bool:
+        """Whether a parameter that is not frozen by now got none."""
+        return any(p.requires_grad and not touched for p, touched in zip(self.parameters, self._touched, strict=True))
 
     # ---- at the end of a backward
 
@@ -422,14 +376,7 @@ class Reducer:
                 scale = torch.where(numbers[0] > 0, (self._communicator.size if self.hook else 1.0) / numbers[0], 0.0)
                 for gradients in self.storage.gradients:
                     gradients.mul_(scale)
-            if self._failure is None:
-                self._hand_out()
-                if self._has_graph:
-                    for parameter in self.parameters:
-                        if parameter.grad is not None:
-                            parameter.grad = refusing_derivatives(parameter.grad, parameter)
-            else:
-                self._drop_gradients()
+            self._hand_out()
             self._raise_what_riders_say()
         finally:
             self.reductions += 1
@@ -464,15 +411,7 @@ class Reducer:
                 own.append(parameter.grad)
                 reduced.append(view)
         if own:
-            torch._foreach_copy_([gradient.detach() for gradient in own], reduced)
-
-    def _drop_gradients(self) -> None:
-        """Of an abandoned backward nothing may be left for the next one to add to (test_reports_failures.py)."""
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.storage.views, strict=True)):
-            if parameter.grad is not None and self._touched[index]:
-                parameter.grad.zero_()
-            elif index in self._kept and parameter.grad is view:
-                view.copy_(self._kept[index])
+            torch._foreach_copy_(own, reduced)
 
     def _raise_what_riders_say(self) -> None:
         if not self._on_cpu and self._weight is None and all(self._touched) and self._failure is None:
@@ -482,7 +421,7 @@ class Reducer:
             return
         self._raise_for(self._statuses)
 
-    def raise_unread(self) -> None:
+    def _raise_unread(self) -> None:
         """What the last reduction said, where nobody has read it yet."""
         if self._unread is not None:
             (statuses, written), self._unread = self._unread, None
@@ -496,23 +435,23 @@ class Reducer:
             words = self._communicator.all_gather_object(self._failure)
             told = "; ".join(f"rank {rank}: {words[rank]}" for rank in failed)
             raise RankFailedError(f"Rank {self._communicator.rank} stops because another rank failed: {told}")
-        if _Status.LACKS_GRADIENTS in statuses:
-            raise UnusedParametersError(unused_message(self._communicator.all_gather_object(self._lacking())))
+        lacking = [rank for rank, status in enumerate(statuses) if status is _Status.LACKS_GRADIENTS]
+        if lacking:
+            raise UnusedParametersError(self._unused_message(lacking))
 
-    def _lacking(self) -> dict[str, bool]:
-        """The parameters that lack a gradient here; True where the forward used them."""
-        if not self._lacks:
-            return {}
-        reached = reached_from(self._roots)
-        return {self._names[index]: id(self.parameters[index]) in reached for index in self._lacks}
-
-    def _unexpected_message(self, index: int) -> str:
+    def _unused_message(self, ranks: list[int]) -> str:
+        size = self._communicator.size
+        names = [
+            f"{name} ({size - round(count)} of {size} ranks)" if round(count) > 0 else name
+            for name, parameter, count in zip(self._names, self.parameters, self._used.tolist(), strict=True)
+            if round(count) < size and parameter.requires_grad
+        ]
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (
-            f"Rank {self._communicator.rank}: {self._names[index]!r} got a gradient that was not expected, after its bucket "
-            f"had been sent. It was frozen when forward ran, and no more in backward; or, with static_graph=True, the first "
-            f"backward did not use it, and every backward has to use the same parameters; or, with "
-            f"find_unused_parameters=True, an object that forward returns hides tensors: return them in tuples, lists, dicts "
-            f"or dataclasses, or set find_unused_parameters=None. The optimizer has not moved."
+            f"{len(names)} parameters got no gradient in this backward on rank(s) {', '.join(map(str, ranks))}: {shown}. They "
+            f"were not used in forward, or the outputs that use them did not enter the loss. Set "
+            f"find_unused_parameters=None to let ranks without a gradient take part with zeros, or True to find such "
+            f"parameters before each backward. The optimizer has not moved."
         )
 
     def _reset(self) -> None:
@@ -521,11 +460,7 @@ class Reducer:
         self._await_all()
         self._pending = []
         self._kept = {}
-        self._is_armed = False
-        self._unreached = set()
-        self._roots = ()
-        self._has_graph = False
-        self._lacks = []
+        self._unreached = []
         self._weight = None
         self._excused = False
         self._failure = None

@@ -1,4 +1,4 @@
-"""One rank's parameters and buffers to every rank."""
+"""Rank 0's parameters and buffers to every rank."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,22 +7,17 @@ from torch import nn
 
 from allstep.comm.communicator import Communicator
 
-__all__ = ["broadcast_states", "buffers_of", "describe_states", "parameters_of", "states_to_compare"]
+__all__ = ["broadcast_states", "buffers_of", "describe_states", "states_to_compare"]
 
 
-def broadcast_states(communicator: Communicator, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
-    """Collective. Overwrite `tensors` with the values of rank `source`, outside of autograd."""
-    communicator.broadcast([tensor.detach() for tensor in tensors], source)
+def broadcast_states(communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
+    """Collective. Overwrite `tensors` with rank 0's values, outside of autograd."""
+    communicator.broadcast([tensor.detach() for tensor in tensors])
 
 
 def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
     """The buffers of `module` as they are now; a forward may have replaced some."""
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-
-
-def parameters_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
-    """The parameters of `module`, trainable and frozen."""
-    return [parameter for name, parameter in module.named_parameters() if name not in ignored]
 
 
 def describe_states(module: nn.Module, ignored: set[str]) -> list[str]:

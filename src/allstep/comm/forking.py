@@ -1,8 +1,8 @@
 """Forking beside gloo: when it is safe to start loader workers.
 
 gloo's threads enter the interpreter for a moment after each collective, to let go of Python objects. A fork in that moment
-leaves the child with a lock of the interpreter that nobody will release: it hangs in `os.fork`, and the rank waits for its first
-batch for ever. Seen with CPython 3.11, once in about two hundred runs with two loader workers on busy cores.
+leaves the child with a lock of the interpreter that nobody will release: it hangs in `os.fork`, and the rank waits for its
+first batch for ever. Seen with CPython 3.11, once in about two hundred runs with two loader workers on busy cores.
 """
 
 import os

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from allstep.argument_parser import ArgumentParser
     from allstep.arguments import TrainingArguments
+    from allstep.comm.agreement import all_ranks_agree
     from allstep.comm.process_group import join, leave
     from allstep.ddp.module import DistributedDataParallel
     from allstep.ddp.sync_batchnorm import SyncBatchNorm
@@ -23,6 +24,7 @@ _HOMES = {
     "TrainerCallback": "allstep.trainer.callbacks",
     "TrainingArguments": "allstep.arguments",
     "WorkerEnvironment": "allstep.environment",
+    "all_ranks_agree": "allstep.comm.agreement",
     "join": "allstep.comm.process_group",
     "leave": "allstep.comm.process_group",
 }
@@ -35,6 +37,7 @@ __all__ = [
     "TrainerCallback",
     "TrainingArguments",
     "WorkerEnvironment",
+    "all_ranks_agree",
     "join",
     "leave",
 ]

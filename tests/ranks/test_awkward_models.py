@@ -295,18 +295,3 @@ def test_a_layer_that_is_frozen_after_wrapping_does_not_disturb_the_others(ranks
         for key, value in mine.items():
             assert (value is None) == (step > 0 and key.startswith("1."))
             assert value is None or torch.equal(value, other[key])
-
-
-def sparse(rank, size):
-    model = DistributedDataParallel(nn.EmbeddingBag(5, 2, mode="sum", sparse=True))
-    try:
-        model(torch.tensor([[rank]])).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def test_sparse_gradients_are_refused_by_the_name_of_their_parameter(ranks):
-    for message in ranks.run(sparse):
-        assert message is not None
-        assert "The gradient of 'weight' is sparse" in message

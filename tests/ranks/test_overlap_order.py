@@ -32,7 +32,7 @@ class SlowTransport(Communicator):
 
         return Transfer()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         pass
 
     def all_gather_object(self, value: Any) -> list[Any]:

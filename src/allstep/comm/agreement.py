@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
-from allstep.comm.communicator import Communicator
+from allstep.comm.communicator import Communicator, communicator_for
 from allstep.errors import RankFailedError, ReplicaError
 
-__all__ = ["check_same_replicas", "digest", "fail_together", "failing_together", "first_difference"]
+__all__ = ["all_ranks_agree", "check_same_replicas", "digest", "fail_together", "failing_together", "first_difference"]
 
 
 def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -21,6 +22,14 @@ def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         if flat.numel():
             sha.update(flat.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def all_ranks_agree(flag: bool, process_group: dist.ProcessGroup | Communicator | None = None) -> bool:
+    """Collective. Whether `flag` is true on every rank: for decisions that all have to take alike, such as to skip a batch.
+
+    `process_group` names the ranks; None is the default group, or a world of one where nobody joined one.
+    """
+    return all(communicator_for(process_group).all_gather_object(bool(flag)))
 
 
 def fail_together(communicator: Communicator, error: Exception | None, doing: str) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 # imports it. Imported here, before a group is made, it keeps none (test_clean_exit.py).
 import torch.distributed.nn.functional
 
+from allstep.comm.missing import missing_ranks
 from allstep.errors import CollectiveError
 
 __all__ = ["Communicator", "GroupCommunicator", "Pending", "SoloCommunicator", "communicator_for", "let_go_of_groups"]
@@ -51,8 +52,8 @@ class Communicator(ABC):
         """Start to sum `tensor` over ranks, in place; with `average`, where `averages_in_flight`, to average it."""
 
     @abstractmethod
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy rank 0's values into every rank's `tensors`; returns when they may be read."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Copy the values of rank `source` into every rank's `tensors`; returns when they may be read."""
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -89,7 +90,7 @@ class SoloCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
         return _Done()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         return None
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -128,14 +129,14 @@ class GroupCommunicator(Communicator):
         assert work is not None
         return _Waiting(work, self, what)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         if not tensors:
             return
         group = self.group or dist.group.WORLD
         assert group is not None
         try:
             for same_device in _by_device(tensors):
-                dist._broadcast_coalesced(group, same_device, _COALESCE_BYTES, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(group, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise self.broken(f"broadcast of {len(tensors)} tensors", error) from error
 
@@ -160,9 +161,11 @@ class GroupCommunicator(Communicator):
     def broken(self, what: str, error: BaseException) -> CollectiveError:
         """The error that tells a person that `what` broke off because of `error`."""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        missing = missing_ranks(self.group)
+        who = f"Rank(s) {', '.join(map(str, missing))}" if missing else "Another rank"
         return CollectiveError(
-            f"Rank {self.rank} of {self.size}: {what} broke off: {reason}. Another rank has failed, has left, or did not "
-            f"come within the timeout; its own message says why."
+            f"Rank {self.rank} of {self.size}: {what} broke off: {reason}. {who} failed, left, or did not come within the "
+            f"timeout; what was printed there says why."
         )
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 __all__ = ["Bucket", "BucketCaps", "BucketLayout", "ParameterSpec", "Slot", "plan_layout"]
 
@@ -31,6 +32,17 @@ class ParameterSpec:
     """Bytes of one element."""
     device: str
     """For example "cpu" or "cuda:0"."""
+
+    @classmethod
+    def of(cls, name: str, parameter: Any) -> "ParameterSpec":
+        """That of a tensor."""
+        return cls(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            itemsize=parameter.element_size(),
+            device=str(parameter.device),
+        )
 
     @property
     def numel(self) -> int:

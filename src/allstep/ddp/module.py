@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,20 +11,23 @@ from torch import nn
 
 from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
+from allstep.ddp.alike import find_changes
 from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
 from allstep.ddp.comm_hooks import builtin_hook
+from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, reduce_in
 from allstep.ddp.reducer import Reducer, Totals
-from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, states_to_compare
+from allstep.ddp.sparse import sparse_parameters
+from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, rename_to_fit, send_buffers, states_to_compare
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
-from allstep.ddp.unused import reached_parameters, tensors_in
+from allstep.ddp.unused import tensors_in, unreached_parameters
 from allstep.errors import ReplicaError
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchSurface, nn.Module):
+class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
     """Train one replica of `module` on each rank, with gradients averaged over ranks while backward runs.
 
     Argument names and values are those of `torch.nn.parallel.DistributedDataParallel`. After `backward()` every rank holds
@@ -53,7 +57,11 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         batched_grad_copy: accepted for compatibility; copies into buckets are always batched.
         forward_sync_buffers: send rank 0's buffers to all ranks at the start of a forward, once for each reduction.
 
-    Attributes that this class does not have are those of `module`.
+    Attributes that this class does not have are those of `module`. Keys of `state_dict()` begin with "module.", as torch's do;
+    `load_state_dict` takes those of a bare or compiled module too, and `ddp.module.state_dict()` is what a bare one loads.
+
+    A wrapper inside `module` hands its parameters over to this one, unless it has another group; then it keeps them, and is
+    only told of `no_sync`.
 
     Raises:
         ReplicaError: on every rank, where the ranks' modules differ.
@@ -86,10 +94,12 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         check_one_device_type(module)
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
-        named = self._trainable()
+        self._is_released = False
         self.dim = dim
         self.device_mesh = device_mesh
         self._communicator = communicator_for(group_of(process_group, device_mesh))
+        self._inner = self._take_over_wrappers()
+        named = self._trainable()
         self.forward_sync_buffers = buffer_flags(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
@@ -126,16 +136,42 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._reducer = Reducer(
             [parameter for _, parameter in named],
-            [_spec(name, parameter) for name, parameter in named],
+            [ParameterSpec.of(name, parameter) for name, parameter in named],
             self._communicator,
             self._caps,
             as_views=self.gradient_as_bucket_view,
             strict=self.find_unused_parameters is False and not self.static_graph,
+            sparse=[self._index_of[identity] for identity in sparse_parameters(self.module) & self._index_of.keys()],
         )
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Name and parameter of all that is reduced, in registration order."""
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._ignored]
+
+    def _take_over_wrappers(self) -> "list[DistributedDataParallel]":
+        """The wrappers inside; those of the same group reduce no more, the parameters of others are left to them."""
+        found = [(name, layer) for name, layer in self.module.named_modules() if isinstance(layer, DistributedDataParallel)]
+        for name, wrapper in found:
+            if wrapper.process_group is self.process_group:
+                wrapper.release()
+            else:
+                states = [*wrapper.named_parameters(), *wrapper.named_buffers()]
+                self._ignored |= {f"{name}.{state}" for state, _ in states}
+        return [wrapper for _, wrapper in found]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        rename_to_fit(state_dict, prefix, self.state_dict(prefix=prefix))
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def _notice_changes(self) -> None:
+        """Parameters may have been added, replaced or thawed since the last forward; see `alike`."""
+        if self._reducer.is_outdated:
+            before = self._reducer
+            parameters = self.module.named_parameters()
+            kept = [(n, p) for n, p in parameters if (p.requires_grad or id(p) in self._index_of) and n not in self._ignored]
+            self._make_reducer(kept)
+            self._reducer.take_over(before)
+        self._reducer.changes = find_changes(self.module, self._ignored, self._index_of)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; a copy reduces by itself, over the default group of the process in which it is made.
@@ -161,24 +197,36 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self._communicator = communicator_for(None)
         self._buffers_sent_at = -1
         self._make_reducer(self._trainable())
+        if self._is_released:
+            self.release()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its backward is reduced, unless it runs under `no_sync` or without gradients."""
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
-        if not torch.is_grad_enabled():
+        if self._is_released or not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
+        self._announce(self.require_backward_grad_sync)
         self._send_buffers_if_due()
-        outputs = self._call(inputs, kwargs)
+        try:
+            outputs = self._call(inputs, kwargs)
+        except Exception:
+            if self.require_backward_grad_sync:
+                self._reducer.count_forward(self.training)
+            raise
         self._run_buffer_hook("POST_FORWARD")
         if not self.require_backward_grad_sync:
             self._reducer.disarm()
+            for tensor in tensors_in(outputs):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._reducer.begin_local)
             return outputs
-        self._reducer.arm(self._unreached(outputs))
-        for tensor in tensors_in(outputs):
-            if tensor.grad_fn is not None:  # a hook on a parameter that is itself an output would stay there for ever
-                # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
-                tensor.register_hook(self._reducer.begin_at_output)
+        computed = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        roots = [tensor.grad_fn for tensor in computed]
+        forward = self._reducer.arm(self._unreached(outputs), roots, in_training=self.training)
+        for tensor in computed:  # a hook on a parameter that is itself an output would stay there for ever
+            # the outermost backward starts here; a parameter's hook may fire inside a nested one (checkpointing)
+            tensor.register_hook(partial(self._reducer.begin_at_output, forward))
         return outputs
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,14 +240,18 @@ class DistributedDataParallel(TorchSurface, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forwards inside keep their gradients on this rank; the first one after it reduces all that was accumulated."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        self._reducer.under_no_sync = True
+        before = [(wrapper, wrapper.require_backward_grad_sync) for wrapper in (self, *self._inner)]
+        for wrapper, _ in before:
+            wrapper._set_sync(False)
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
-            self._reducer.under_no_sync = not before
+            for wrapper, flag in before:
+                wrapper._set_sync(flag)
+
+    def _set_sync(self, flag: bool) -> None:
+        self.require_backward_grad_sync = flag
+        self._reducer.under_no_sync = not flag
 
     def weigh(self, weight: float, carried: float | torch.Tensor = 0.0) -> None:
         """Between forward and backward: divide the coming reduction by the sum over ranks of `weight`, not by their number.
@@ -208,13 +260,15 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         samples, and `weight` is the total of this rank since the last reduction. `carried` is one more number to sum over
         ranks. Both sums come at no collective of their own and are in `totals` after the backward.
         """
+        self._check_divisor()
         self._reducer.weigh(weight, carried)
 
     def take_part(self, *, weight: float | None = None, carried: float | torch.Tensor = 0.0) -> None:
         """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""
+        self._announce(True)
         self._send_buffers_if_due()
         if weight is not None:
-            self._reducer.weigh(weight, carried)
+            self.weigh(weight, carried)
         self._reducer.take_part()
 
     def abandon(self, reason: str, *, weight: float | None = None) -> None:
@@ -225,9 +279,10 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         Raises:
             RankFailedError: unless all ranks abandoned this reduction.
         """
+        self._announce(True)
         self._send_buffers_if_due()
         if weight is not None:
-            self._reducer.weigh(weight)
+            self.weigh(weight)
         self._reducer.abandon(reason)
 
     def check_consistency(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -263,6 +318,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
 
     def release(self) -> None:
         """Let go of the module: its gradients are reduced no more. A wrapper that is dropped does so by itself."""
+        self._is_released = True
         self._reducer.remove_hooks()
 
     @property
@@ -281,17 +337,24 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         return self._reducer.reductions
 
     @property
+    def bytes_reduced(self) -> int:
+        """Bytes of all buckets that have been reduced; the difference over a step is what that step sent."""
+        return self._reducer.bytes_reduced
+
+    @property
     def collectives_per_bucket(self) -> list[int]:
         """Per bucket, how many collectives have been started."""
         return list(self._reducer.launched)
 
     def _send_buffers_if_due(self) -> None:
         """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""
+        self._notice_changes()
+        self._reducer.raise_unread()  # it may end in a collective, which has to come before that of the buffers
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
             return
         if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions:
-            broadcast_states(self._communicator, buffers_of(self.module, self._ignored))
+            send_buffers(self._communicator, self.module, self._ignored, self._buffers_from)
             self._buffers_sent_at = self._reducer.reductions
 
     def _unreached(self, outputs: Any) -> Collection[int]:
@@ -300,8 +363,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             return self._reducer.untouched
         if not self.find_unused_parameters:
             return ()
-        reached = reached_parameters(outputs)
-        return [index for parameter, index in self._index_of.items() if parameter not in reached]
+        return unreached_parameters(outputs, self._index_of)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -314,16 +376,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             except AttributeError:
                 wrapped = type(self.module).__name__
                 raise AttributeError(f"Neither DistributedDataParallel nor the {wrapped} in it has {name!r}.") from None
-
-
-def _spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
-    return ParameterSpec(
-        name=name,
-        shape=tuple(parameter.shape),
-        dtype=str(parameter.dtype).removeprefix("torch."),
-        itemsize=parameter.element_size(),
-        device=str(parameter.device),
-    )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -1,23 +1,70 @@
-"""Rank 0's parameters and buffers to every rank."""
+"""One rank's parameters and buffers to every rank."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from allstep.comm.communicator import Communicator
 
-__all__ = ["broadcast_states", "buffers_of", "describe_states", "states_to_compare"]
+__all__ = [
+    "broadcast_states",
+    "buffers_of",
+    "describe_states",
+    "parameters_of",
+    "rename_to_fit",
+    "send_buffers",
+    "states_to_compare",
+]
 
 
-def broadcast_states(communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
-    """Collective. Overwrite `tensors` with rank 0's values, outside of autograd."""
-    communicator.broadcast([tensor.detach() for tensor in tensors])
+def rename_to_fit(state_dict: dict[str, Any], prefix: str, expected: Collection[str]) -> None:
+    """Give the entries of `state_dict` under `prefix` the names in `expected`, where only names of wrappers differ."""
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    bare = {key: f"{prefix}module.{key.removeprefix(prefix)}" for key in keys}
+    if set(keys) == set(expected):
+        return
+    if set(bare.values()) != set(expected):  # a model may have a part of its own that is named as a wrapper's is
+        names = {_without_wrappers(name, prefix): name for name in expected}
+        bare = {key: names.get(_without_wrappers(key, prefix), key) for key in keys}
+    renamed = {bare[key]: state_dict.pop(key) for key in keys}
+    state_dict.update(renamed)
+
+
+def _without_wrappers(name: str, prefix: str) -> str:
+    """The name that a state has in the bare module."""
+    name = name.removeprefix(prefix).replace("_orig_mod.", "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def broadcast_states(communicator: Communicator, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
+    """Collective. Overwrite `tensors` with the values of rank `source`, outside of autograd."""
+    communicator.broadcast([tensor.detach() for tensor in tensors], source)
 
 
 def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
     """The buffers of `module` as they are now; a forward may have replaced some."""
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+def send_buffers(communicator: Communicator, module: nn.Module, ignored: Collection[str] = (), source: int = 0) -> None:
+    """Collective. The buffers of rank `source` to all.
+
+    A graph that is still to be used may hold running statistics, which no backward reads: writing them is not counted as a
+    change, or that backward would refuse to run (test_reports_buffers.py).
+    """
+    buffers = buffers_of(module, {*ignored, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())})
+    if buffers:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+            broadcast_states(communicator, buffers, source)
+
+
+def parameters_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
+    """The parameters of `module`, trainable and frozen."""
+    return [parameter for name, parameter in module.named_parameters() if name not in ignored]
 
 
 def describe_states(module: nn.Module, ignored: set[str]) -> list[str]:

@@ -40,6 +40,7 @@ class TorchSurface:
     _input_device: torch.device | None
     _buffer_hook: tuple[Any, BufferHook, str] | None
     _error: str
+    _has_joined: bool
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -101,8 +102,8 @@ class TorchSurface:
     def _default_broadcast_coalesced(
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        assert authoritative_rank == 0, "buffers come from rank 0"
-        broadcast_states(self._communicator, buffers_of(self.module, self._ignored) if bufs is None else bufs)
+        tensors = buffers_of(self.module, self._ignored) if bufs is None else bufs
+        broadcast_states(self._communicator, tensors, authoritative_rank)
 
     def _register_buffer_comm_hook(self, state: Any, hook: BufferHook, comm_hook_location: Any = None) -> None:
         if not callable(hook):
@@ -152,6 +153,7 @@ class TorchSurface:
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "bucket_sizes": sizes,
+            "join_uneven_inputs": int(self._has_joined),
             "has_error": int(bool(self._error)),
             "error": self._error,
         }

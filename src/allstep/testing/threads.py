@@ -29,7 +29,7 @@ class ThreadRank(Communicator):
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
         raise NotImplementedError("ranks that are threads send no tensors")
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         raise NotImplementedError("ranks that are threads send no tensors")
 
     def barrier(self) -> None:

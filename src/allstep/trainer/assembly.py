@@ -15,6 +15,7 @@ from allstep.data.collate import collate
 from allstep.data.grid import Grid
 from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
+from allstep.ddp.sync import send_buffers
 from allstep.errors import ArgumentsError, DataError
 from allstep.report.record import RunReport
 from allstep.trainer.losses import accepted_columns
@@ -103,6 +104,7 @@ def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
 
 def make_report(run: Run, first_step: int, seconds: float, output_dir: str) -> RunReport:
     """Collective. What `run` amounted to since `first_step`, with the digest of every rank's weights."""
+    send_buffers(run.communicator, run.bare_model)
     state = run.callbacks.state
     done, before = (_samples(run.grid, step) for step in (state.global_step, first_step))
     own = digest((*run.bare_model.named_parameters(), *run.bare_model.named_buffers()))

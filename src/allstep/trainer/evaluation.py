@@ -20,6 +20,7 @@ from allstep.comm.communicator import Communicator
 from allstep.data.collate import to_device
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
+from allstep.ddp.sync import send_buffers
 from allstep.trainer.losses import weight_of
 
 __all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "evaluate"]
@@ -97,6 +98,8 @@ def evaluate(
 ) -> EvaluationResult:
     """Collective. Run `predict` on this rank's batches, with the model in eval mode, and put all ranks' results together.
 
+    All ranks use rank 0's buffers, which are also those that a checkpoint has.
+
     Args:
         keep: what to gather beside the loss: "predictions", "label_ids", "inputs", "loss".
         forward_context: entered around every `predict`.
@@ -105,6 +108,7 @@ def evaluate(
     Raises:
         RankFailedError: another rank could not evaluate its part.
     """
+    send_buffers(communicator, model)  # or each rank would evaluate with batch statistics of its own
     was_training = model.training
     model.eval()
     try:

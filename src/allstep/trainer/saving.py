@@ -7,6 +7,7 @@ from typing import Any
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.data.position import DataPosition
+from allstep.ddp.sync import send_buffers
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerState
 
@@ -48,7 +49,8 @@ class Saver:
         return True
 
     def save(self) -> None:
-        """Collective. Commit `checkpoint-{global_step}`."""
+        """Collective. Commit `checkpoint-{global_step}`; all ranks go on with the buffers that are in it, rank 0's."""
+        send_buffers(self._run.communicator, self._run.bare_model)
         state = self._run.callbacks.state
         if self._best_is_now and state.best_global_step == state.global_step:
             self._checkpoints.best = self._checkpoints.output_dir / f"checkpoint-{state.global_step}"

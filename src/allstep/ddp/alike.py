@@ -4,14 +4,19 @@ Layers may be frozen, thawed, added and replaced after a model was wrapped. Each
 number that rides with the last bucket. Where numbers differ, names are exchanged, and all ranks raise the same error.
 """
 
+import operator
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
 
-__all__ = ["Changes", "find_changes", "first_difference_in_training", "signature"]
+__all__ = ["Changes", "Structure", "find_changes", "first_difference_in_training", "signature", "states_in_training"]
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_VALUES = operator.methodcaller("values")
 
 
 @dataclass(frozen=True)
@@ -31,21 +36,68 @@ class Changes:
         return {name: f"new: {_kind(parameter)}, checksum {_checksum(parameter):08x}" for name, parameter in self.new}
 
 
+class Structure:
+    """Which layers and parameters a module had when its parameters were laid out; tells cheaply whether it still has them.
+
+    Args:
+        module: the module.
+        ignored: names of parameters that are left alone.
+        index_of: `id` of each parameter that is laid out -> its index.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str], index_of: Mapping[int, int]) -> None:
+        self._module, self._ignored, self._index_of = module, ignored, index_of
+        self._changes = Changes()
+        self._remember()
+
+    def _remember(self) -> None:
+        held = [held for layer in self._module.modules() for held in (layer._parameters, layer._modules)]
+        self._held = [each for each in held if each]
+        self._empty = [each for each in held if not each]
+        self._buffers = [layer._buffers for layer in self._module.modules()]
+        self._values = list(self._now())  # kept, or another object could get the same id
+        self._ids = [*map(id, self._values)]
+        named = self._module.named_parameters()
+        self._others = [p for n, p in named if id(p) not in self._index_of and n not in self._ignored]
+
+    def _now(self) -> Iterator[object]:
+        return chain.from_iterable(map(_VALUES, self._held))
+
+    def has_buffers(self) -> bool:
+        """Whether any layer has a buffer."""
+        return any(self._buffers)
+
+    def changes(self) -> Changes:
+        """How it has changed since."""
+        if any(self._empty) or self._ids != [*map(id, self._now())]:
+            self._remember()
+        elif not self._changes and not any(map(_REQUIRES_GRAD, self._others)):
+            return self._changes
+        self._changes = find_changes(self._module, self._ignored, self._index_of)
+        return self._changes
+
+
 def find_changes(module: nn.Module, ignored: Collection[str], index_of: Mapping[int, int]) -> Changes:
-    """Compare `module` as it is now with the parameters in `index_of` (`id` -> index). Cheap where nothing has changed."""
-    present = _parameters(module)
-    missing = index_of.keys() - {id(parameter) for parameter in present}
-    new = {id(parameter) for parameter in present if parameter.requires_grad} - index_of.keys()
-    if not new and not missing:
-        return Changes()
-    named = [(n, p) for n, p in module.named_parameters() if id(p) in new and n not in ignored]
-    return Changes(tuple(named), frozenset(index_of[identity] for identity in missing))
+    """Compare `module` as it is now with the parameters in `index_of` (`id` -> index)."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+    new = tuple((name, parameter) for name, parameter in named if parameter.requires_grad and id(parameter) not in index_of)
+    missing = index_of.keys() - {id(parameter) for _, parameter in named}
+    return Changes(new, frozenset(index_of[identity] for identity in missing))
 
 
-def signature(trained: Iterable[bool], changes: Changes) -> int:
+def states_in_training(names: Sequence[str], parameters: Sequence[torch.Tensor], changes: Changes) -> dict[str, str]:
+    """Name of each parameter that is laid out, or new -> whether this rank trains it."""
+    states = {
+        name: "not there" if index in changes.gone else "trained" if parameter.requires_grad else "frozen"
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+    }
+    return {**states, **changes.described()}
+
+
+def signature(trained: bytes, changes: Changes) -> int:
     """1 to 65535: the same on ranks that train the same parameters. `trained` tells it of those that are laid out."""
-    words = [*changes.described().items()] if changes else []
-    return 1 + zlib.crc32(bytes(trained) + repr((words, sorted(changes.gone))).encode()) % 0xFFFF
+    words = repr((changes.described(), sorted(changes.gone))).encode() if changes else b""
+    return 1 + zlib.crc32(trained + words) % 0xFFFF
 
 
 def first_difference_in_training(of_rank: Sequence[Mapping[str, str]]) -> str:
@@ -57,17 +109,6 @@ def first_difference_in_training(of_rank: Sequence[Mapping[str, str]]) -> str:
         if rank is not None:
             return f"{name!r} is {states[0]} on rank 0 and {states[rank]} on rank {rank}. {advice}"
     return f"they did not in the last backward, and do again by now. {advice}"
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    """All parameters; `Module.parameters` takes seven times as long."""
-    found: list[nn.Parameter] = []
-    stack = [module]
-    while stack:
-        layer = stack.pop().__dict__
-        found.extend(parameter for parameter in layer["_parameters"].values() if parameter is not None)
-        stack.extend(child for child in layer["_modules"].values() if child is not None)
-    return found
 
 
 def _kind(parameter: torch.Tensor) -> str:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from allstep.comm.communicator import Communicator
 from allstep.ddp.layout import BucketLayout
 
-__all__ = ["GradientStorage", "WideTransfer"]
+__all__ = ["GradientStorage"]
 
 
 class GradientStorage:
@@ -25,6 +24,7 @@ class GradientStorage:
         parameters: Sequence[torch.Tensor],
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
     ) -> None:
+        self.layout = layout
         self._flat = {
             (dtype, device): allocate(numel, getattr(torch, dtype), torch.device(device))
             for (dtype, device), numel in layout.storage_sizes().items()
@@ -49,23 +49,6 @@ class GradientStorage:
     def nbytes(self) -> int:
         """Bytes of all flat tensors."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
-
-
-class WideTransfer:
-    """Half-precision gradients that are summed as float32; to wait for it brings the sum back.
-
-    With more than two ranks a sum in half precision is rounded on its way, which the mean of numbers that cancel does not
-    survive (test_reports_dtypes.py).
-    """
-
-    def __init__(self, communicator: Communicator, target: torch.Tensor, divide_by: int) -> None:
-        self._target, self._sum = target, target.float().mul_(1.0 / divide_by)
-        self._pending = communicator.all_reduce(self._sum)
-
-    def wait(self) -> None:
-        """Wait, and round once."""
-        self._pending.wait()
-        self._target.copy_(self._sum)
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,10 @@ wants summed over ranks. They cost no collective of their own.
 
 import hashlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 __all__ = ["Bucket", "BucketCaps", "BucketLayout", "ParameterSpec", "Slot", "plan_layout"]
@@ -87,7 +89,12 @@ class Bucket:
     riders: int = 0
     """Elements behind the gradients that carry numbers of the reducer and its caller."""
 
-    @property
+    @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """Indices of the parameters, in the order of their gradients' places."""
+        return tuple(slot.parameter for slot in self.slots)
+
+    @cached_property
     def gradients(self) -> int:
         """Elements that are gradients."""
         return sum(slot.numel for slot in self.slots)
@@ -124,6 +131,11 @@ class BucketCaps:
         """A cap (MiB) for each bucket in the order in which they fill; the last one is for all that follow."""
         sizes = tuple(int(size * MIB) for size in sizes_mb)
         return cls(first=sizes[0], middle=sizes[-1], last=0, given=sizes)
+
+    @classmethod
+    def unlimited(cls) -> "BucketCaps":
+        """Everything of one dtype and device in one bucket."""
+        return cls(first=sys.maxsize, middle=sys.maxsize, last=0)
 
     def of_bucket(self, index: int) -> int:
         """The cap of a bucket, by its number in the order in which they fill, where it is not the last."""
@@ -167,7 +179,9 @@ class BucketLayout:
         return "\n".join(map(str, self.buckets))
 
 
-def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, riders: int) -> BucketLayout:
+def plan_layout(
+    specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, riders: int, delayed: Collection[int] = ()
+) -> BucketLayout:
     """Cut parameters into buckets.
 
     Args:
@@ -175,9 +189,12 @@ def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], caps: Buck
         order: indices into `specs` in the order in which gradients are expected.
         caps: sizes of the buckets.
         riders: float32 elements to carry behind the gradients of the last bucket.
+        delayed: parameters to keep together, behind all others, whatever their size: one bucket for each dtype and device.
     """
     expected = {parameter: place for place, parameter in enumerate(order)}
-    groups = sorted(_cut(specs, order, caps), key=lambda group: max(expected[i] for i in group))
+    groups = _cut(specs, [i for i in order if i not in delayed], caps)
+    groups.sort(key=lambda group: max(expected[i] for i in group))
+    groups += _cut(specs, [i for i in order if i in delayed], BucketCaps.unlimited())
     if not groups or specs[groups[-1][0]].dtype != "float32":
         groups.append([])  # riders count exactly, so they need a bucket of float32
     ends: dict[tuple[str, str], int] = {}

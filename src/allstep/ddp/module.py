@@ -11,13 +11,14 @@ from torch import nn
 
 from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
-from allstep.ddp.alike import find_changes
+from allstep.ddp.alike import Structure
 from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
 from allstep.ddp.comm_hooks import builtin_hook
 from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, reduce_in
-from allstep.ddp.reducer import Reducer, Totals
+from allstep.ddp.reducer import Reducer
+from allstep.ddp.riders import Totals
 from allstep.ddp.sparse import sparse_parameters
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, rename_to_fit, send_buffers, states_to_compare
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
@@ -134,6 +135,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def _make_reducer(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._structure = Structure(self.module, self._ignored, self._index_of)
         self._reducer = Reducer(
             [parameter for _, parameter in named],
             [ParameterSpec.of(name, parameter) for name, parameter in named],
@@ -171,7 +173,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             kept = [(n, p) for n, p in parameters if (p.requires_grad or id(p) in self._index_of) and n not in self._ignored]
             self._make_reducer(kept)
             self._reducer.take_over(before)
-        self._reducer.changes = find_changes(self.module, self._ignored, self._index_of)
+        self._reducer.changes = self._structure.changes()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; a copy reduces by itself, over the default group of the process in which it is made.
@@ -189,7 +191,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
                 "A DistributedDataParallel with a communication hook cannot be pickled or copied. Copy its .module, wrap the "
                 "copy, and register the hook there."
             )
-        made_anew = ("_reducer", "_communicator", "_index_of")
+        made_anew = ("_reducer", "_communicator", "_index_of", "_structure")
         return {key: value for key, value in self.__dict__.items() if key not in made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -353,7 +355,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
             return
-        if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions:
+        if self.forward_sync_buffers and self._buffers_sent_at != self._reducer.reductions and self._structure.has_buffers():
             send_buffers(self._communicator, self.module, self._ignored, self._buffers_from)
             self._buffers_sent_at = self._reducer.reductions
 

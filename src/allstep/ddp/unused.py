@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["reached_from", "reached_parameters", "tensors_in", "unreached_parameters", "unused_message"]
+__all__ = [
+    "reached_from",
+    "reached_parameters",
+    "tensors_in",
+    "unexpected_message",
+    "unreached_parameters",
+    "unused_message",
+]
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -103,4 +110,15 @@ def unused_message(of_rank: Sequence[Mapping[str, bool]]) -> str:
         f"{count} parameter{'s' if count > 1 else ''} got no gradient in this backward. {' '.join(sentences)} Set "
         f"find_unused_parameters=None to let ranks without a gradient take part with zeros, or True to find such parameters "
         f"before each backward. The optimizer has not moved."
+    )
+
+
+def unexpected_message(rank: int, name: str) -> str:
+    """What to tell a person of a parameter that got a gradient though none was expected."""
+    return (
+        f"Rank {rank}: {name!r} got a gradient that was not expected, after its bucket had been sent. It was frozen when "
+        f"forward ran, and no more in backward; or, with static_graph=True, the first backward did not use it, and every "
+        f"backward has to use the same parameters; or, with find_unused_parameters=True, an object that forward returns hides "
+        f"tensors: return them in tuples, lists, dicts or dataclasses, or set find_unused_parameters=None. The optimizer has "
+        f"not moved."
     )

@@ -1,0 +1,156 @@
+"""The gradients that parameters hold, and their places in flat storage: in before the collectives, out after them."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from allstep.ddp.buffers import GradientStorage
+from allstep.ddp.layout import Bucket
+from allstep.ddp.second_order import refusing_derivatives
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Moves `.grad` of `parameters` into `storage` and back.
+
+    Args:
+        parameters: all that are reduced, in registration order.
+        as_views: leave gradients as views of the storage; otherwise copy them back into tensors of their own.
+        sparse: indices of parameters whose gradients have no place in storage.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, as_views: bool, sparse: Collection[int] = ()) -> None:
+        self.parameters = list(parameters)
+        self.sparse = frozenset(sparse)
+        self.as_views = as_views
+        self._storage: GradientStorage | None = None
+        self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
+        self._aside: list[torch.Tensor | None] | None = None
+
+    @property
+    def storage(self) -> GradientStorage:
+        """Where they go."""
+        assert self._storage is not None
+        return self._storage
+
+    @storage.setter
+    def storage(self, storage: GradientStorage) -> None:
+        """Gradients that lie in the storage of before move into the new one."""
+        before, self._storage = self._storage, storage
+        self._places = [[(self.parameters[i], storage.views[i]) for i in b.parameters] for b in storage.layout.buckets]
+        if before is not None:
+            for parameter, old, view in zip(self.parameters, before.views, storage.views, strict=True):
+                if parameter.grad is old:
+                    parameter.grad = view.copy_(old)
+
+    def fill(self, bucket: Bucket, touched: bytearray) -> None:
+        """Bring the gradients of a bucket into storage; what is not there counts as zeros.
+
+        Args:
+            touched: by parameter, 1 where this backward, or the window that it ends, has made the gradient.
+
+        Raises:
+            RuntimeError: a gradient is sparse, of a parameter that was not known to have such.
+        """
+        if 0 in touched:
+            self._keep(bucket, touched)
+        views, fresh = [], []
+        for parameter, view in self._places[bucket.index]:
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+                continue
+            views.append(view)
+            fresh.append(gradient)
+            if self.as_views:
+                parameter.grad = view
+        if views:
+            try:
+                torch._foreach_copy_(views, fresh)
+            except RuntimeError:
+                if all(gradient.layout is torch.strided for gradient in fresh):
+                    raise
+                raise self._sparse_error(bucket, views, fresh) from None
+
+    def _keep(self, bucket: Bucket, touched: bytearray) -> None:
+        for index in bucket.parameters:
+            gradient, view = self.parameters[index].grad, self.storage.views[index]
+            if not touched[index] and gradient is not None:
+                self._kept[index] = view.clone() if gradient is view else gradient
+
+    def _sparse_error(self, bucket: Bucket, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> RuntimeError:
+        """Also takes those gradients away, so that a rank can still say to the others that it failed."""
+        places = {id(view) for view, gradient in zip(views, gradients, strict=True) if gradient.layout is not torch.strided}
+        slots = [slot for slot in bucket.slots if id(self.storage.views[slot.parameter]) in places]
+        for slot in slots:
+            self.parameters[slot.parameter].grad = None
+        return RuntimeError(
+            f"The gradient of {', '.join(repr(slot.name) for slot in slots)} is sparse, but it belongs to no Embedding or "
+            f"EmbeddingBag with sparse=True, by which it would have been known. Use one of these, or sparse=False."
+        )
+
+    def hand_out(self, untouched: Sequence[int], untouched_anywhere: Collection[int]) -> None:
+        """Give each parameter what storage holds for it, the mean; of one that no rank used, leave what was there before.
+
+        Args:
+            untouched: parameters that this rank did not use.
+            untouched_anywhere: those of them that no other rank used either.
+        """
+        if self.as_views and not untouched:
+            return  # filling the buckets has made every gradient a view
+        for index in untouched_anywhere:
+            if index in self._kept:
+                self.storage.views[index].copy_(self._kept[index])
+        own, reduced = [], []
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.storage.views, strict=True)):
+            if index in untouched_anywhere or parameter.grad is view or index in self.sparse:
+                continue
+            if self.as_views:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                own.append(parameter.grad.detach())
+                reduced.append(view)
+        if own:
+            torch._foreach_copy_(own, reduced)
+
+    def refuse_derivatives(self) -> None:
+        """After a backward with create_graph=True: these are means by now, and cannot be differentiated."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = refusing_derivatives(parameter.grad, parameter)
+
+    def drop(self, touched: bytearray) -> None:
+        """Of an abandoned backward nothing may be left for the next one to add to (test_reports_failures.py)."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.storage.views, strict=True)):
+            if parameter.grad is not None and touched[index]:
+                parameter.grad.zero_()
+            elif index in self._kept and parameter.grad is view:
+                view.copy_(self._kept[index])
+
+    def forget(self) -> None:
+        """A reduction has ended: what was kept for it is needed no more."""
+        self._kept = {}
+
+    def set_aside(self) -> bool:
+        """Take all gradients from the parameters until `bring_back`; False where that was done before."""
+        is_first = self._aside is None
+        if is_first:
+            pairs = zip(self.parameters, self.storage.views, strict=True)
+            self._aside = [p.grad.clone() if p.grad is view else p.grad for p, view in pairs]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return is_first
+
+    def bring_back(self) -> bool:
+        """Give the parameters the gradients that were set aside; False where there are none."""
+        held, self._aside = self._aside, None
+        if held is None:
+            return False
+        for parameter, gradient in zip(self.parameters, held, strict=True):
+            parameter.grad = gradient
+        return True

@@ -96,3 +96,71 @@ def test_groups_and_meshes_name_the_ranks(ranks):
     assert "Only 1D device mesh" in words[1]
     assert "bucket_cap_mb=0" in words[2]
     assert "device_ids=None" in words[3]
+
+
+def delayed(rank, size, delay, trigger, options):
+    """Per step: order in which buckets were sent, gradients; and the names in each bucket."""
+    net = make()
+    named = dict(net.named_parameters())
+    model = DistributedDataParallel(
+        net,
+        delay_all_reduce_named_params=[(name, named[name]) for name in delay],
+        param_to_hook_all_reduce=named[trigger],
+        **options,
+    )
+    gradients = []
+    for step in range(3):
+        with model.no_sync():
+            model(torch.full((1, 64), float(rank + step))).square().sum().backward()
+        model(torch.full((1, 64), float(rank - step))).square().sum().backward()
+        gradients.append([p.grad.clone() for p in net.parameters()])
+        model.zero_grad()
+    buckets = [[slot.name for slot in bucket.slots] for bucket in model.bucket_layout.buckets]
+    return buckets, gradients, model.collectives_per_bucket
+
+
+@pytest.mark.parametrize("delay", [["0.weight", "3.weight"], [f"{i}.weight" for i in range(6)]], ids=["some", "all"])
+@pytest.mark.parametrize("trigger", ["5.weight", "0.weight"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
+def test_delayed_parameters_are_reduced_together_behind_all_others(ranks, delay, trigger, options):
+    """Whenever the trigger's gradient comes, before theirs or after; accumulated first, and averaged once.
+
+    torch's class reduces them when the trigger's gradient comes, even where theirs have not.
+    """
+    results = ranks.run(delayed, delay, trigger, {"bucket_cap_mb": 16 * KIB, **options})
+    expected = []
+    for step in range(3):
+        net = make()
+        for rank in range(2):
+            for value in (rank + step, rank - step):
+                (net(torch.full((1, 64), float(value))).square().sum() / 2).backward()
+        expected.append([p.grad for p in net.parameters()])
+    for buckets, gradients, sent in results:
+        assert set(buckets[-1]) == set(delay)
+        assert len(buckets) == 7 - len(delay)  # the others have one each
+        assert len(set(sent)) == 1
+        torch.testing.assert_close(gradients, expected)
+
+
+def refused_delay(rank, size):
+    net, other = make(), nn.Parameter(torch.zeros(3))
+    weight = net[0].weight
+    messages = []
+    for options in (
+        {"delay_all_reduce_named_params": [("0.weight", weight)]},
+        {"param_to_hook_all_reduce": weight},
+        {"delay_all_reduce_named_params": [("strange", other)], "param_to_hook_all_reduce": weight},
+        {"delay_all_reduce_named_params": [("0.weight", weight)], "param_to_hook_all_reduce": other},
+    ):
+        with pytest.raises(ValueError, match="param") as raised:
+            DistributedDataParallel(net, **options)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_delayed_parameters_that_do_not_fit_are_refused(ranks):
+    for without_trigger, without_parameters, stranger, strange_trigger in ranks.run(refused_delay):
+        assert "at the same time" in without_trigger
+        assert "at the same time" in without_parameters
+        assert stranger.startswith("strange: no parameter of the module")
+        assert strange_trigger.startswith("param_to_hook_all_reduce: no parameter of the module")

@@ -1,7 +1,7 @@
 """The constructor arguments of `DistributedDataParallel`, brought into the form that the engine works with."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from allstep.comm.communicator import Communicator
 from allstep.ddp.layout import BucketCaps
 
-__all__ = ["bucket_caps", "buffer_flags", "check_one_device_type", "group_of", "input_device"]
+__all__ = ["bucket_caps", "buffer_flags", "check_one_device_type", "delayed_parameters", "group_of", "input_device"]
 
 _DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
 
@@ -63,6 +63,34 @@ def bucket_caps(
     if isinstance(asked, Sequence) and asked:
         return BucketCaps.in_turn(asked)
     return BucketCaps.of(sizes[0] if sizes else None, default_mb=_DEFAULT_CAP_MB.get(device.type, 25.0))
+
+
+def delayed_parameters(
+    trainable: Sequence[tuple[str, nn.Parameter]],
+    delay_named: Iterable[tuple[str, nn.Parameter]] | None,
+    trigger: nn.Parameter | None,
+) -> tuple[frozenset[str], str]:
+    """Names of the parameters to reduce behind all others, and of the one whose gradient they wait for; none and "" else.
+
+    Raises:
+        ValueError: one is given without the other, or something that is not among the `trainable` ones.
+    """
+    if delay_named is None and trigger is None:
+        return frozenset(), ""
+    if delay_named is None or trigger is None:
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time: the parameters to "
+            "delay, and the one whose gradient they wait for."
+        )
+    names = {id(parameter): name for name, parameter in trainable}
+    given = [*delay_named, ("param_to_hook_all_reduce", trigger)]
+    strangers = [name for name, parameter in given if id(parameter) not in names]
+    if strangers:
+        raise ValueError(
+            f"{', '.join(strangers)}: no parameter of the module that requires a gradient. Give (name, parameter) pairs of "
+            f"module.named_parameters()."
+        )
+    return frozenset(names[id(parameter)] for _, parameter in given[:-1]), names[id(trigger)]
 
 
 def input_device(

@@ -1,6 +1,6 @@
 """`DistributedDataParallel`: the module that people wrap theirs in."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,8 +12,16 @@ from torch import nn
 from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
 from allstep.ddp.alike import Structure
-from allstep.ddp.arguments import bucket_caps, buffer_flags, check_one_device_type, group_of, input_device
+from allstep.ddp.arguments import (
+    bucket_caps,
+    buffer_flags,
+    check_one_device_type,
+    delayed_parameters,
+    group_of,
+    input_device,
+)
 from allstep.ddp.comm_hooks import builtin_hook
+from allstep.ddp.compiling import keep_engine_out_of_graphs
 from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, reduce_in
@@ -50,6 +58,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         static_graph: every backward uses the same parameters; those that the first one did not use are not waited for.
         check_reduction: accepted for compatibility; every reduction is checked.
         gradient_as_bucket_view: leave `.grad` as views of flat storage, so that gradients exist once in memory.
+        delay_all_reduce_named_params: (name, parameter) of those to reduce together, in buckets of their own behind all others.
+        param_to_hook_all_reduce: the delayed parameters are not reduced before the gradient of this one has come.
         mixed_precision: torch's `_MixedPrecision`: dtypes of parameters and inputs in forward and backward, of the reduction,
             and of buffers. Parameters and gradients stay in their own.
         device_mesh: the ranks, as a mesh of one dimension, in place of `process_group`.
@@ -83,7 +93,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        *,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
@@ -92,6 +103,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        keep_engine_out_of_graphs()
         check_one_device_type(module)
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
@@ -123,6 +135,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             )
         self.device = named[0][1].device
         self._input_device = input_device(self.device, device_ids, output_device)
+        self._delayed = delayed_parameters(named, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device)
         self._make_reducer(named)
         self.mixed_precision = mixed_precision
@@ -135,6 +148,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def _make_reducer(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        index_of_name = {name: index for index, (name, _) in enumerate(named)}
+        delayed, trigger = self._delayed
         self._structure = Structure(self.module, self._ignored, self._index_of)
         self._reducer = Reducer(
             [parameter for _, parameter in named],
@@ -144,6 +159,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             as_views=self.gradient_as_bucket_view,
             strict=self.find_unused_parameters is False and not self.static_graph,
             sparse=[self._index_of[identity] for identity in sparse_parameters(self.module) & self._index_of.keys()],
+            delayed=[index_of_name[name] for name in delayed if name in index_of_name],
+            trigger=index_of_name.get(trigger),
         )
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -196,6 +213,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        keep_engine_out_of_graphs()
         self._communicator = communicator_for(None)
         self._buffers_sent_at = -1
         self._make_reducer(self._trainable())

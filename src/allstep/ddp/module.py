@@ -398,6 +398,10 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
                 raise AttributeError(f"Neither DistributedDataParallel nor the {wrapped} in it has {name!r}.") from None
 
 
+# Libraries that look for torch's class, to unwrap a model or to name its states, find this one too (test_torch_surface.py).
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in tuples, lists and dicts on `device`."""
     if isinstance(value, torch.Tensor):

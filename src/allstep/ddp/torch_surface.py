@@ -4,7 +4,8 @@ Its lesser public methods, and the underscore calls that torch's own tests and o
 them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
 __all__ = ["BufferHook", "TorchSurface"]
 
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], Any]
+
+
+class _ReducerSurface:
+    """The few methods of torch's C++ reducer that Python code calls."""
+
+    def __init__(self, wrapper: "TorchSurface") -> None:
+        self._wrapper = wrapper
+
+    def prepare_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Reduce the next backward, also where its forward ran under `no_sync`. `tensors` are the outputs, where known."""
+        wrapper = self._wrapper
+        wrapper._reducer.arm(wrapper._unreached(tensors) if tensors else (), in_training=False)
+
+    def _rebuild_buckets(self) -> bool:
+        """Buckets are rebuilt when that is due; False, as nothing is done here."""
+        return False
 
 
 class TorchSurface:
@@ -41,6 +58,8 @@ class TorchSurface:
     _buffer_hook: tuple[Any, BufferHook, str] | None
     _error: str
     _has_joined: bool
+    require_forward_param_sync = True
+    """Under torch's name; buffers are sent where they are due, whatever it says."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -78,7 +97,15 @@ class TorchSurface:
         """Outputs of several devices on one, as torch does."""
         return nn.parallel.scatter_gather.gather(outputs, output_device)
 
-    # ---- underscore calls
+    # ---- underscore calls, and others that are no part of torch's documentation
+
+    @property
+    def reducer(self) -> "_ReducerSurface":
+        """What libraries reach for in torch's engine: `prepare_for_backward`."""
+        return _ReducerSurface(self)
+
+    @abstractmethod
+    def _unreached(self, outputs: Any) -> Collection[int]: ...
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Iterable[str]) -> None:

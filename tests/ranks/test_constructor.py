@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from allstep import DistributedDataParallel
 
@@ -164,3 +165,21 @@ def test_delayed_parameters_that_do_not_fit_are_refused(ranks):
         assert "at the same time" in without_parameters
         assert stranger.startswith("strange: no parameter of the module")
         assert strange_trigger.startswith("param_to_hook_all_reduce: no parameter of the module")
+
+
+def refused_modules(rank, size):
+    mesh = init_device_mesh("cpu", (size,))
+    split = nn.Linear(4, 4)
+    split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh))
+    messages = []
+    for module in (nn.Sequential(nn.LazyLinear(3)), split):
+        with pytest.raises((RuntimeError, ValueError), match="weight") as raised:
+            DistributedDataParallel(module)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_modules_that_cannot_be_replicated_as_they_are_are_refused_by_name(ranks):
+    for lazy, split in ranks.run(refused_modules):
+        assert lazy.startswith("0.weight, 0.bias of Sequential have no shape yet")
+        assert split.startswith("weight of Linear are DTensors")

@@ -7,11 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from allstep.comm.communicator import Communicator
 from allstep.ddp.layout import BucketCaps
 
-__all__ = ["bucket_caps", "buffer_flags", "check_one_device_type", "delayed_parameters", "group_of", "input_device"]
+__all__ = [
+    "bucket_caps",
+    "buffer_flags",
+    "check_parameters",
+    "delayed_parameters",
+    "group_of",
+    "input_device",
+]
 
 _DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
 
@@ -113,13 +121,27 @@ def input_device(
     return device
 
 
-def check_one_device_type(module: nn.Module) -> None:
-    """Refuse a module that is spread over kinds of devices.
+def check_parameters(module: nn.Module) -> None:
+    """Refuse a module that cannot be replicated as it is.
 
     Raises:
-        ValueError: names the kinds.
+        RuntimeError: parameters have no shape yet (lazy modules).
+        ValueError: parameters lie on several kinds of devices, or are split over ranks.
     """
-    kinds = sorted({parameter.device.type for parameter in module.parameters()})
+    named = dict(module.named_parameters())
+    lazy = [name for name, parameter in named.items() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise RuntimeError(
+            f"{', '.join(lazy[:10])} of {type(module).__name__} have no shape yet, as lazy modules get it from their first "
+            f"input. Run a forward on one batch before wrapping it."
+        )
+    split = [name for name, parameter in named.items() if hasattr(parameter, "placements")]
+    if split:
+        raise ValueError(
+            f"{', '.join(split[:10])} of {type(module).__name__} are DTensors, which lie on several ranks in parts. Here every "
+            f"rank holds the whole model; use torch.distributed.fsdp.fully_shard over the data-parallel mesh for such a one."
+        )
+    kinds = sorted({parameter.device.type for parameter in named.values()})
     if len(kinds) > 1:
         raise ValueError(
             f"The parameters of {type(module).__name__} lie on devices of {len(kinds)} kinds, {' and '.join(kinds)}; expected "

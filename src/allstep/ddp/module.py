@@ -15,7 +15,7 @@ from allstep.ddp.alike import Structure
 from allstep.ddp.arguments import (
     bucket_caps,
     buffer_flags,
-    check_one_device_type,
+    check_parameters,
     delayed_parameters,
     group_of,
     input_device,
@@ -104,7 +104,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
     ) -> None:
         super().__init__()
         keep_engine_out_of_graphs()
-        check_one_device_type(module)
+        check_parameters(module)
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         self._is_released = False

@@ -7,6 +7,7 @@ import torch
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
+from allstep.errors import ReplicaError
 from allstep.testing.models import Noisy, RegressionNet
 
 
@@ -99,3 +100,28 @@ def test_metrics_file_of_a_resumed_run_holds_each_step_once(tmp_path):
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == sorted(set(steps))
     assert steps[0] == 3
+
+
+class Altered(RegressionNet):
+    """Loads other weights than it was given."""
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        with torch.no_grad():
+            list(self.parameters())[-1].add_(1e-7)
+        return result
+
+
+def resume_altered(rank, size, folder):
+    options = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 3, "disable_tqdm": True}
+    args = TrainingArguments(str(folder), **options)
+    Trainer(RegressionNet(0.0), args, train_dataset=Noisy(20)).train()
+    net = Altered(0.0) if rank == 1 else RegressionNet(0.0)
+    with pytest.raises(ReplicaError) as raised:
+        Trainer(net, args, train_dataset=Noisy(20)).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return str(raised.value), list(dict(net.named_parameters()))[-1]
+
+
+def test_ranks_that_load_different_weights_are_found_before_the_first_step(ranks, tmp_path):
+    for message, name in ranks.run(resume_altered, tmp_path):
+        assert f"parameter {name} on rank(s) 1 is not as on rank 0" in message

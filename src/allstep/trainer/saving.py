@@ -63,7 +63,11 @@ class Saver:
         )
 
     def resume(self, folder: Path) -> None:
-        """Collective. Fill model, optimizer, schedule and state from `folder`, and stand where it stood in the data."""
+        """Collective. Fill model, optimizer, schedule and state from `folder`, and stand where it stood in the data.
+
+        Raises:
+            ReplicaError: the ranks do not hold the same afterwards.
+        """
         run, state = self._run, self._run.callbacks.state
         saved = TrainerState.from_dict(self._checkpoints.load(folder, self._train_state()).trainer_state)
         for name in ("epoch", "global_step", "log_history", "interval", "run"):
@@ -81,6 +85,7 @@ class Saver:
                 f"per_device_train_batch_size x gradient_accumulation_steps x ranks to {saved.global_batch_size}.",
                 stacklevel=4,
             )
+        run.model.check_consistency(run.optimizer)
 
     def load_best(self) -> None:
         """Collective. Put the weights of the best checkpoint into the model, if there is one."""

@@ -155,5 +155,5 @@ def test_after_the_error_the_group_is_still_of_use(ranks):
 
 
 def test_a_model_without_anything_to_train_is_refused_in_words():
-    with pytest.raises(ValueError, match="Sequential has no parameter that requires a gradient"):
+    with pytest.raises(RuntimeError, match="Sequential has no parameter that requires a gradient"):
         DistributedDataParallel(frozen(base()))

@@ -373,7 +373,7 @@ def frozen(rank, size):
     net = Model().requires_grad_(False)
     try:
         DistributedDataParallel(net)
-    except ValueError as error:
+    except RuntimeError as error:
         word = str(error)
     net.head.requires_grad_(True)  # the group is still of use
     model = DistributedDataParallel(net)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from allstep.ddp.comm_hooks import CommHook, GradBucket
 
-__all__ = ["call_in_low_precision", "cast_buffers", "cast_inputs", "reduce_in"]
+__all__ = ["call_in_low_precision", "cast_buffers", "cast_inputs", "mark_parameters", "reduce_in"]
 
 
 def call_in_low_precision(
@@ -46,6 +46,17 @@ def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {key: cast_inputs(item, dtype) for key, item in value.items()}
     return value
+
+
+def mark_parameters(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
+    """Put torch's two names onto each parameter that is cast: `_fp_param` is its own memory, `_mp_param` tells the low dtype.
+
+    The low form exists inside of a forward only, so the tensor here is empty.
+    """
+    for name, parameter in module.named_parameters():
+        if dtype is not None and parameter.is_floating_point() and name not in ignored:
+            parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+            parameter._mp_param = torch.empty(0, dtype=dtype, device=parameter.device)  # type: ignore[attr-defined]
 
 
 def reduce_in(dtype: torch.dtype, hook: CommHook) -> CommHook:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from allstep.comm.agreement import check_same_replicas, first_difference
 from allstep.comm.communicator import Communicator, communicator_for
@@ -22,9 +23,10 @@ from allstep.ddp.arguments import (
 )
 from allstep.ddp.comm_hooks import builtin_hook
 from allstep.ddp.compiling import keep_engine_out_of_graphs
+from allstep.ddp.in_backward import take_over_optimizers
 from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout, ParameterSpec
-from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, reduce_in
+from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, mark_parameters, reduce_in
 from allstep.ddp.reducer import Reducer
 from allstep.ddp.riders import Totals
 from allstep.ddp.sparse import sparse_parameters
@@ -76,7 +78,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     Raises:
         ReplicaError: on every rank, where the ranks' modules differ.
-        ValueError: nothing in `module` can be trained, or `device_ids` does not fit.
+        RuntimeError: nothing in `module` can be trained, or it is a lazy module that has seen no input.
+        ValueError: `device_ids` or another argument does not fit.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
         self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
         self._buffer_hook: tuple[Any, BufferHook, str] | None = None  # brings buffers together in place of rank 0's
+        self._hook_name = ""
         self._error = ""  # the last error that this wrapper raised outside of its constructor
         self._has_own_group = process_group not in (None, dist.group.WORLD) or device_mesh is not None
         if init_sync:
@@ -129,7 +133,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             states = [p for n, p in module.named_parameters() if n not in self._ignored]
             broadcast_states(self._communicator, [*states, *buffers_of(module, self._ignored)])
         if not named:
-            raise ValueError(
+            raise RuntimeError(
                 f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to reduce. Use it "
                 f"without the wrapper."
             )
@@ -140,6 +144,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         self._make_reducer(named)
         self.mixed_precision = mixed_precision
         if mixed_precision is not None:
+            mark_parameters(module, mixed_precision.param_dtype, self._ignored)
             if mixed_precision.buffer_dtype is not None:
                 cast_buffers(module, mixed_precision.buffer_dtype, self._ignored)
             reduced_in = mixed_precision.reduce_dtype or mixed_precision.param_dtype
@@ -191,6 +196,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             self._make_reducer(kept)
             self._reducer.take_over(before)
         self._reducer.changes = self._structure.changes()
+        if self._reducer.stepped is None:
+            self._reducer.stepped = take_over_optimizers(self._reducer.parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; a copy reduces by itself, over the default group of the process in which it is made.
@@ -229,7 +236,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         self._announce(self.require_backward_grad_sync)
         self._send_buffers_if_due()
         try:
-            outputs = self._call(inputs, kwargs)
+            with record_function("DistributedDataParallel.forward"):
+                outputs = self._call(inputs, kwargs)
         except Exception:
             if self.require_backward_grad_sync:
                 self._reducer.count_forward(self.training)
@@ -332,9 +340,11 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         if self._reducer.hook is not None:
             raise RuntimeError("register_comm_hook was called before; a wrapper has one communication hook.")
         self._reducer.hook = (state, hook)
+        self._hook_name = getattr(hook, "__qualname__", str(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(None, builtin_hook(str(comm_hook_type).rpartition(".")[2]))
+        self._hook_name = str(comm_hook_type)
 
     def release(self) -> None:
         """Let go of the module: its gradients are reduced no more. A wrapper that is dropped does so by itself."""
@@ -383,7 +393,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             return self._reducer.untouched
         if not self.find_unused_parameters:
             return ()
-        return unreached_parameters(outputs, self._index_of)
+        with record_function("search_unused_parameters"):
+            return unreached_parameters(outputs, self._index_of)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -26,6 +26,7 @@ from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.comm_hooks import CommHook
 from allstep.ddp.countdown import Countdown
 from allstep.ddp.gradients import Gradients
+from allstep.ddp.in_backward import step_in_backward
 from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from allstep.ddp.riders import Evidence, Riders, Totals, raise_what_was_said
 from allstep.ddp.sparse import average_sparse_gradients
@@ -97,6 +98,12 @@ class Reducer:
         """Parameters that got no gradient on this rank in its last backward that was reduced."""
         self.under_no_sync = False
         """Whether the wrapper's `no_sync` is entered."""
+        self.stepped: list[torch.Tensor] | None = None
+        """Parameters whose own optimizers step inside a backward; None before the first forward."""
+        self.is_static = True
+        """Whether all backwards of this rank left the same parameters without a gradient."""
+        self.error = ""
+        """What the ranks said last that was an error."""
         self._has_warned = False
         self.changes = Changes()
         """How the model has changed since its parameters were laid out; the wrapper keeps it up to date."""
@@ -125,9 +132,24 @@ class Reducer:
         return self.gradients.parameters
 
     @property
+    def used_by_ranks(self) -> torch.Tensor:
+        """By parameter, how many ranks used it in the last reduction."""
+        return self._riders.used
+
+    @property
     def storage(self) -> GradientStorage:
         """The memory that the layout describes."""
         return self.gradients.storage
+
+    @property
+    def has_rebuilt(self) -> bool:
+        """Whether buckets were laid out anew in the order in which gradients come."""
+        return self._came is None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a forward has run whose backward is to be reduced."""
+        return self._forwards > 0
 
     def _listen_to(self, index: int, parameter: torch.nn.Parameter) -> None:
         trained = parameter.requires_grad
@@ -379,6 +401,8 @@ class Reducer:
             self._hand_out()
             self._raise_what_was_said()
             self._follow_changes()
+            if self._window.failure is None:
+                step_in_backward(self.stepped or ())
         except CollectiveError as error:
             raise CollectiveError(f"{error} It was in reduction {self.reductions}, counted from 0.") from error
         finally:
@@ -415,6 +439,7 @@ class Reducer:
             self.gradients.drop(window.touched)
             return
         if not window.excused:
+            self.is_static &= not self.reductions or untouched == self.untouched
             self.untouched = untouched
         users = self._riders.used[untouched].tolist() if untouched else []
         self.gradients.hand_out(untouched, {index for index, count in zip(untouched, users, strict=True) if not count})
@@ -442,7 +467,11 @@ class Reducer:
     def _raise_for(self, words: torch.Tensor, reduction: int) -> None:
         training = partial(states_in_training, self._names, self.parameters, self.changes)
         lacking = partial(self._window.lacking_by_name, self._names, self.parameters)
-        raise_what_was_said(words, reduction, self._communicator, Evidence(self._window.failure, training, lacking))
+        try:
+            raise_what_was_said(words, reduction, self._communicator, Evidence(self._window.failure, training, lacking))
+        except Exception as error:
+            self.error = str(error)
+            raise
 
     def _reset(self) -> None:
         """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""

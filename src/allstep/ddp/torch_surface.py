@@ -4,8 +4,9 @@ Its lesser public methods, and the underscore calls that torch's own tests and o
 them.
 """
 
+import os
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from allstep.comm.communicator import Communicator, GroupCommunicator
+from allstep.ddp.layout import BucketCaps
 from allstep.ddp.sync import broadcast_states, buffers_of
+from allstep.ddp.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from allstep.ddp.reducer import Reducer
@@ -38,6 +41,12 @@ class _ReducerSurface:
         """Buckets are rebuilt when that is due; False, as nothing is done here."""
         return False
 
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self._wrapper._reducer.used_by_ranks.round().to(torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        return self._wrapper._reducer.is_static
+
 
 class TorchSurface:
     """Mixed into `DistributedDataParallel`."""
@@ -57,6 +66,8 @@ class TorchSurface:
     _input_device: torch.device | None
     _buffer_hook: tuple[Any, BufferHook, str] | None
     _error: str
+    _hook_name: str
+    _caps: BucketCaps
     _has_joined: bool
     require_forward_param_sync = True
     """Under torch's name; buffers are sent where they are due, whatever it says."""
@@ -77,6 +88,11 @@ class TorchSurface:
     def broadcast_buffers(self) -> bool:
         """torch's older name of `forward_sync_buffers`."""
         return self.forward_sync_buffers
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Bytes of the buckets that were given one by one."""
+        return list(self._caps.given)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward sends rank 0's buffers."""
@@ -109,7 +125,17 @@ class TorchSurface:
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Iterable[str]) -> None:
-        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        for name, state in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                state._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters = self._reducer.parameters
@@ -150,6 +176,11 @@ class TorchSurface:
         self._reducer.remove_hooks()
 
     def _set_static_graph(self) -> None:
+        if self._reducer.has_started:
+            raise RuntimeError(
+                "_set_static_graph should be called before training loop starts: a forward has run. Set static_graph=True when "
+                "wrapping."
+            )
         self.static_graph = True
         self._reducer.strict = False
 
@@ -164,7 +195,8 @@ class TorchSurface:
         """Facts of this wrapper under torch's names; times are not taken."""
         parameters, layout = self._reducer.parameters, self._reducer.layout
         sizes = ", ".join(str(bucket.gradients * bucket.itemsize) for bucket in layout.buckets if bucket.slots)
-        hook = self._reducer.hook
+        has_rebuilt = self._reducer.has_rebuilt
+        error = self._reducer.error or self._error
         facts = {
             "world_size": self._communicator.size,
             "rank": self._communicator.rank,
@@ -176,12 +208,20 @@ class TorchSurface:
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             "backend_name": self._communicator.backend,
+            "master_addr": os.environ.get("MASTER_ADDR", ""),
+            "master_port": os.environ.get("MASTER_PORT", ""),
             "iteration": self._reducer.reductions,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            "bucket_cap_bytes": self._caps.middle,
             "bucket_sizes": sizes,
+            "has_rebuilt_buckets": int(has_rebuilt),
+            "rebuilt_bucket_sizes": sizes if has_rebuilt else "",
+            "num_buckets_reduced": len(layout.buckets),
+            "has_sync_bn": int(any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in self.module.modules())),
             "join_uneven_inputs": int(self._has_joined),
-            "has_error": int(bool(self._error)),
-            "error": self._error,
+            "has_error": int(bool(error)),
+            "error": error,
         }
-        return facts if hook is None else {**facts, "comm_hook": getattr(hook[1], "__qualname__", str(hook[1]))}
+        return {**facts, "comm_hook": self._hook_name} if self._hook_name else facts

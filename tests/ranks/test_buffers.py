@@ -168,7 +168,7 @@ def goes_on_without_a_word(rank, size):
     """Rank 1's backward breaks off; it tells nobody and runs its next forward, while rank 0 waits in the reduction."""
     model = DistributedDataParallel(Buffered(rank))
     words = []
-    for attempt in range(3 if rank == 1 else 2):
+    for attempt in range(2):
         try:
             out = model(batch(rank, attempt))
             if attempt == 0 and rank == 1:
@@ -186,7 +186,7 @@ def goes_on_without_a_word(rank, size):
 def test_a_forward_after_a_broken_backward_meets_the_others_where_they_wait(ranks):
     assert ranks.run(goes_on_without_a_word, timeout=30) == [
         ["RankFailedError", "fine"],
-        ["own error", "RankFailedError", "fine"],
+        ["own error", "fine"],
     ]
 
 

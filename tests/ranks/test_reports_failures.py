@@ -22,8 +22,8 @@ class Deep(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
 
     def forward(self, x: torch.Tensor, breaks: str = "") -> torch.Tensor:
-        if breaks == "forward":
-            raise BadSampleError
+        if breaks in ("forward", "interrupted"):
+            raise KeyboardInterrupt if breaks == "interrupted" else BadSampleError
         for number, layer in enumerate(self.layers):
             again = breaks == f"recomputed {number}"
             x = checkpoint(Recomputed(layer), x, use_reentrant=False) if again else layer(x).tanh()
@@ -134,14 +134,77 @@ def test_after_an_exception_on_all_ranks_the_next_step_is_as_if_nothing_had_been
             assert_mean([first[step], second[step]], reference(step, accumulated=accumulate))
 
 
-def some_break_off(rank, size, breaks):
-    """The ranks of `breaks` (rank -> where) break off in step 1, and run a step more, as they hear of it in the next one."""
+class Buffered(Deep):
+    """With a buffer, so that a forward begins with a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+
+def some_break_off(rank, size, breaks, with_buffer):
+    """All ranks run four steps; those of `breaks` (rank -> where) break off in step 1. Gradients of each step."""
+    net = Buffered() if with_buffer else Deep()
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-5)
+    words, found = [], []
+    for step in range(4):
+        try:
+            step_of(model, rank, step, breaks[rank] if step == 1 and rank in breaks else "")
+            words.append("fine")
+        except (BadSampleError, KeyboardInterrupt):
+            words.append("broke off")
+        except RankFailedError as error:
+            words.append(str(error))
+        found.append(gradients_of(net))
+        model.zero_grad()
+    return words, found
+
+
+@pytest.mark.parametrize("with_buffer", [False, True], ids=["", "buffer"])
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        {0: "backward 0"},
+        {1: "backward 2", 3: "backward 0"},
+        {0: "recomputed 1", 1: "backward 3", 2: "backward 3"},
+        {2: "forward"},
+        {0: "forward", 1: "backward 1"},
+        {3: "interrupted"},
+    ],
+    ids=str,
+)
+def test_an_exception_on_some_ranks_is_told_to_the_others_and_all_go_on_in_step(four_ranks, breaks, with_buffer):
+    """Of four ranks some meet an exception in forward or backward, at different depths, catch it and go on.
+
+    The others, who wait for their gradients, read in that step which ranks failed, and where. Nothing is ever paired with a
+    later step: all ranks run equally many, and those that follow are those of one process.
+    """
+    results = four_ranks.run(some_break_off, breaks, with_buffer)
+    for rank, (words, _) in enumerate(results):
+        told = words[1]
+        assert words == ["fine", told, "fine", "fine"]
+        if rank in breaks:
+            assert told == "broke off"
+            continue
+        assert "another rank failed" in told
+        for number, where in breaks.items():
+            kind = "KeyboardInterrupt" if where == "interrupted" else "BadSampleError"
+            in_forward = where in ("forward", "interrupted")
+            what = f"its forward failed: {kind}" if in_forward else "its last backward did not come to its end"
+            assert f"rank {number}: " in told
+            assert what in told
+    for step in (0, 2, 3):
+        assert_mean([found[step] for _, found in results], reference(step, 4))
+
+
+def at_the_output(rank, size):
+    """On rank 1 the backward of step 1 breaks off before the wrapper hears of it; that rank runs a step more."""
     net = Deep()
     model = DistributedDataParallel(net, bucket_cap_mb=1e-5)
     words, found = [], None
-    for step in [0, 1, 2, 3] if rank not in breaks else [0, 1, 1, 2, 3]:
+    for step in [0, 1, 2, 3] if rank != 1 else [0, 1, 1, 2, 3]:
         try:
-            step_of(model, rank, step, breaks[rank] if step == 1 and rank in breaks and len(words) == 1 else "")
+            step_of(model, rank, step, "backward 4" if step == 1 and rank == 1 and len(words) == 1 else "")
             words.append("fine")
         except BadSampleError:
             words.append("broke off")
@@ -152,41 +215,14 @@ def some_break_off(rank, size, breaks):
     return words, found
 
 
-@pytest.mark.parametrize(
-    "breaks",
-    [
-        {1: "backward 4"},
-        {0: "backward 0"},
-        {1: "backward 2", 3: "backward 0"},
-        {0: "recomputed 1", 1: "backward 3", 2: "backward 3"},
-    ],
-    ids=str,
-)
-def test_an_exception_in_backward_on_some_ranks_is_told_to_all(four_ranks, breaks):
-    """Of four ranks some meet an exception in their backward, at different depths.
-
-    The others, who wait for their gradients, read in that step which ranks failed; those read it in their next forward. Nothing
-    is ever paired with a later step: the steps that follow are those of one process.
-    """
-    results = four_ranks.run(some_break_off, breaks)
-    for rank, (words, _) in enumerate(results):
-        told = words[2] if rank in breaks else words[1]
-        assert words == ["fine", *(["broke off"] if rank in breaks else []), told, "fine", "fine"]
-        if breaks == {1: "backward 4"}:  # at the output, before the backward had begun for the wrapper
-            assert "before it, rank(s) 1 ran a forward that no backward followed" in told
-            continue
-        assert "another rank failed" in told
-        for number in range(4):
-            assert (f"rank {number}: its last backward did not come to its end" in told) == (number in breaks)
-    assert_mean([found for _, found in results], reference(3, 4))
-
-
-class Buffered(Deep):
-    """With a buffer, so that a forward begins with a collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
+def test_a_backward_that_breaks_off_at_the_output_is_a_skipped_one(ranks):
+    (words, found), (others, found_there) = ranks.run(at_the_output)
+    told = words[1]
+    assert words == ["fine", told, "fine", "fine"]
+    assert others == ["fine", "broke off", others[2], "fine", "fine"]
+    for word in (told, others[2]):
+        assert "before it, rank(s) 1 ran a forward that no backward followed" in word
+    assert_mean([found, found_there], reference(3))
 
 
 def one_skips(rank, size, way, with_buffer):
@@ -212,9 +248,9 @@ def one_skips(rank, size, way, with_buffer):
 
 
 @pytest.mark.parametrize("with_buffer", [False, True], ids=["", "buffer"])
-@pytest.mark.parametrize("way", ["continue", "forward", "loss"])
+@pytest.mark.parametrize("way", ["continue", "loss"])
 def test_a_batch_that_one_rank_skips_is_an_error_that_names_rank_and_reduction(ranks, way, with_buffer):
-    """One rank sees that its batch is bad, after the forward, in it or in the loss, and goes on to the next one.
+    """One rank sees that its batch is bad, after the forward or in the loss, and goes on to the next one.
 
     Its peer waits in that backward; what it meets there is the rank's next step. Both then read who left out a backward, in
     which reduction, and what to write instead, before the optimizer moves; and both can go on.

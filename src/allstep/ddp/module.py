@@ -233,14 +233,15 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         if self._is_released or not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
+        self._reducer.close_what_broke_off()
         self._announce(self.require_backward_grad_sync)
         self._send_buffers_if_due()
         try:
             with record_function("DistributedDataParallel.forward"):
                 outputs = self._call(inputs, kwargs)
-        except Exception:
-            if self.require_backward_grad_sync:
-                self._reducer.count_forward(self.training)
+        except BaseException as error:
+            if self.require_backward_grad_sync and self.training:
+                self._reducer.note_broken_forward(error)
             raise
         self._run_buffer_hook("POST_FORWARD")
         if not self.require_backward_grad_sync:
@@ -390,7 +391,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
     def _unreached(self, outputs: Any) -> Collection[int]:
         """Parameters that the coming backward will leave without a gradient, as far as that is known beforehand."""
         if self.static_graph:
-            return self._reducer.untouched
+            return self._reducer.untouched or ()
         if not self.find_unused_parameters:
             return ()
         with record_function("search_unused_parameters"):

@@ -14,6 +14,7 @@ import enum
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ from allstep.ddp.riders import Evidence, Riders, Totals, raise_what_was_said
 from allstep.ddp.sparse import average_sparse_gradients
 from allstep.ddp.transfers import start_hooked_transfer, start_transfer
 from allstep.ddp.unused import unexpected_message
-from allstep.ddp.window import Window
-from allstep.errors import CollectiveError, UnusedParametersError
+from allstep.ddp.window import Forward, Window
+from allstep.errors import CollectiveError, RankFailedError, UnusedParametersError
 
 __all__ = ["Phase", "Reducer"]
 
@@ -94,14 +95,14 @@ class Reducer:
         """Reductions done since the start, each of every bucket once."""
         self.bytes_reduced = 0
         """Of all buckets since the start."""
-        self.untouched: list[int] = []
-        """Parameters that got no gradient on this rank in its last backward that was reduced."""
+        self.untouched: list[int] | None = None
+        """Parameters that got no gradient on this rank in its first backward that was reduced; None before it."""
         self.under_no_sync = False
         """Whether the wrapper's `no_sync` is entered."""
         self.stepped: list[torch.Tensor] | None = None
         """Parameters whose own optimizers step inside a backward; None before the first forward."""
         self.is_static = True
-        """Whether all backwards of this rank left the same parameters without a gradient."""
+        """Whether all backwards of this rank left the `untouched` parameters without a gradient, and no others."""
         self.error = ""
         """What the ranks said last that was an error."""
         self._has_warned = False
@@ -114,7 +115,8 @@ class Reducer:
         self.totals: Totals | None = None
         """Sums over ranks of the last reduction; None before the first."""
 
-        self._forwards = 0  # all since the start whose backward is to be reduced
+        self.has_started = False
+        """Whether a forward has run whose backward is to be reduced."""
         self._is_local = False  # the backward of a forward under no_sync runs
         self._backward = -1  # autograd's number of the backward that is being reduced
         self._futures: list[Any] = []  # of hooks on buffers
@@ -145,11 +147,6 @@ class Reducer:
     def has_rebuilt(self) -> bool:
         """Whether buckets were laid out anew in the order in which gradients come."""
         return self._came is None
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a forward has run whose backward is to be reduced."""
-        return self._forwards > 0
 
     def _listen_to(self, index: int, parameter: torch.nn.Parameter) -> None:
         trained = parameter.requires_grad
@@ -192,8 +189,8 @@ class Reducer:
 
     # ---- what the wrapper calls around a forward
 
-    def arm(self, unreached: Collection[int] = (), roots: Sequence[Any] = (), *, in_training: bool = True) -> int:
-        """Reduce the next backward; returns the number of the forward that it belongs to.
+    def arm(self, unreached: Collection[int] = (), roots: Sequence[Any] = (), *, in_training: bool = True) -> Forward:
+        """Reduce the next backward; returns the forward that it belongs to, for `begin_at_output`.
 
         Args:
             unreached: parameters that get no gradient in it and need not be waited for.
@@ -202,23 +199,33 @@ class Reducer:
         """
         self.raise_unread()
         self._rebuild_once()
-        if self.phase is Phase.COLLECTING:
-            self.abandon("its last backward did not come to its end")
+        self.close_what_broke_off()
         self.phase = Phase.ARMED
         self._window.expect(self.parameters, unreached, roots if self.strict else ())
-        return self.count_forward(in_training and bool(roots))
+        self.has_started = True
+        forward = Forward()
+        if in_training and roots:
+            self._window.unanswered.add(forward)  # one that gets no backward is told to all ranks: others may wait in theirs
+        return forward
 
-    def count_forward(self, needs_backward: bool) -> int:
-        """Number a forward; one that needs a backward and gets none is told to all ranks, as others may wait in theirs."""
-        self._forwards += 1
-        if needs_backward:
-            self._window.unanswered.add(self._forwards)
-        return self._forwards
+    def note_broken_forward(self, error: BaseException) -> None:
+        """A forward whose backward was to be reduced has raised: `close_what_broke_off` will say so."""
+        self._window.broken = f"its forward failed: {type(error).__name__}: {error}"
+
+    def close_what_broke_off(self) -> None:
+        """Collective, where this rank's last forward or backward broke off: meet the others where they wait, and tell them.
+
+        This rank has had its own error, so it goes on, with the others, in the step after that one.
+        """
+        if self.phase is Phase.COLLECTING:
+            self._window.broken = "its last backward did not come to its end"
+        if self._window.broken is not None:
+            with suppress(RankFailedError):
+                self.abandon(self._window.broken)
 
     def disarm(self) -> None:
         """Keep the gradients of the next backward on this rank."""
-        if self.phase is Phase.COLLECTING:
-            self.abandon("its last backward did not come to its end")
+        self.close_what_broke_off()
         self.phase, self._is_local = Phase.LOCAL, False
 
     def begin_local(self, *_: object) -> None:
@@ -230,13 +237,14 @@ class Reducer:
     def _end_local(self) -> None:
         self._is_local = False
 
-    def begin_at_output(self, forward: int, *_: object) -> None:
+    def begin_at_output(self, forward: Forward, *_: object) -> None:
         """A backward has come to an output of that forward, the outermost one where backwards are nested.
 
         `torch.autograd.grad` comes there too, for a gradient penalty, but leaves nothing in `.grad` to be reduced.
         """
         self._window.unanswered.discard(forward)
         if self.phase is Phase.COLLECTING:
+            self._window.answer(forward)
             return
         new = [torch.autograd.graph.get_gradient_edge(parameter).node for _, parameter in self.changes.new]
         try:
@@ -244,6 +252,7 @@ class Reducer:
         except RuntimeError:  # what it says where autograd.grad was asked for a parameter
             accumulates = False
         if accumulates:
+            self._window.answer(forward)
             self.begin()
 
     def begin(self, *_: object) -> None:
@@ -439,8 +448,8 @@ class Reducer:
             self.gradients.drop(window.touched)
             return
         if not window.excused:
-            self.is_static &= not self.reductions or untouched == self.untouched
-            self.untouched = untouched
+            self.untouched = untouched if self.untouched is None else self.untouched
+            self.is_static &= untouched == self.untouched
         users = self._riders.used[untouched].tolist() if untouched else []
         self.gradients.hand_out(untouched, {index for index, count in zip(untouched, users, strict=True) if not count})
         if window.has_graph:
@@ -503,8 +512,8 @@ class Reducer:
         """Go on counting where `other` ends, which no longer fits the model."""
         self.reductions, self.totals, self.hook = other.reductions, other.totals, other.hook
         self.bytes_reduced = other.bytes_reduced
-        self.untouched, self.under_no_sync, self._has_warned = [], other.under_no_sync, other._has_warned
-        self._came, self._forwards = None, other._forwards
+        self.under_no_sync, self._has_warned = other.under_no_sync, other._has_warned
+        self._came, self.has_started = None, other.has_started
         other.remove_hooks()
 
     def remove_hooks(self) -> None:

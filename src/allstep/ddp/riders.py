@@ -34,7 +34,8 @@ class Word:
 
     status: int
     forwards: int
-    """1 + the forwards that no backward has followed; 0 of a rank that ran none and said so."""
+    """0 of a rank that ran no backward and said so; else 2 x (1 + the forwards that no backward has followed), and 1 more where
+    this backward is the first of its forward."""
     training: int
     """Signature of the parameters that it trains, never 0."""
 
@@ -91,12 +92,12 @@ class Riders:
         """(3 x size,): what all ranks said, for `raise_what_was_said`; valid until the next backward."""
         self._sums = numbers[-2:]
         self._staging = numbers if numbers.device.type == "cpu" else torch.zeros(numbers.shape)
-        self._array = self._staging.numpy()
         self._parameters, self._rank, self._size = parameters, communicator.rank, communicator.size
 
     def write(self, used: bytearray, word: Word, weight: float, carried: float | torch.Tensor, scale: float = 1.0) -> None:
         """Put this rank's numbers in, times `scale`, which undoes a division by the collective itself."""
-        array, own = self._array, self._parameters + self._rank
+        # taken anew each time: share_memory_() of a gradient moves the whole storage (test_gradient_memory.py)
+        array, own = self._staging.numpy(), self._parameters + self._rank
         array[: self._parameters] = np.frombuffer(used, dtype=np.uint8)
         array[self._parameters : -2] = 0.0
         array[own : -2 : self._size] = word.status, word.forwards, word.training
@@ -143,14 +144,25 @@ def raise_what_was_said(said: torch.Tensor, reduction: int, communicator: Commun
     skipped = _ranks_that_skipped(forwards)
     if skipped:
         raise RankFailedError(_skipped_message(communicator.rank, reduction, skipped))
+    repeated = [rank for rank, number in enumerate(forwards) if number and not number % 2]
+    if repeated and any(number % 2 for number in forwards):
+        raise RankFailedError(_repeated_message(communicator.rank, reduction, repeated))
     if Status.LACKS_GRADIENTS in statuses:
         raise UnusedParametersError(unused_message(communicator.all_gather_object(dict(evidence.lacking()))))
 
 
 def _ranks_that_skipped(forwards: Sequence[int]) -> list[int]:
     """The ranks with more unanswered forwards than another that ran some."""
-    least = min(filter(None, forwards), default=None)
-    return [] if least is None else [rank for rank, number in enumerate(forwards) if number > least]
+    least = min(filter(None, forwards), default=0) // 2
+    return [rank for rank, number in enumerate(forwards) if least and number // 2 > least]
+
+
+def _repeated_message(rank: int, reduction: int, repeated: Sequence[int]) -> str:
+    return (
+        f"Rank {rank} stops in reduction {reduction}, counted from 0: in it, rank(s) {', '.join(map(str, repeated))} ran a "
+        f"backward that is not the first one of its forward (a second loss, or retain_graph=True), and the others the first "
+        f"one of a new forward. Run equally many backwards on every rank, or add the losses and call backward() once."
+    )
 
 
 def _skipped_message(rank: int, reduction: int, skipped: Sequence[int]) -> str:

@@ -11,9 +11,19 @@ from allstep.ddp.alike import Changes, signature
 from allstep.ddp.riders import Status, Word
 from allstep.ddp.unused import reached_from
 
-__all__ = ["Window"]
+__all__ = ["Forward", "Window"]
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+class Forward:
+    """One forward whose backward is to be reduced."""
+
+    __slots__ = ("is_answered",)
+
+    def __init__(self) -> None:
+        self.is_answered = False
+        """Whether a backward that leaves gradients has come to its outputs."""
 
 
 @dataclass(slots=True)
@@ -26,8 +36,10 @@ class Window:
     """The caller's numbers; None divides by ranks."""
     has_forward: bool = False
     """A forward whose backward is to be reduced has run."""
-    unanswered: set[int] = field(default_factory=set)
-    """Numbers of the forwards whose outputs no backward has reached."""
+    unanswered: set["Forward"] = field(default_factory=set)
+    """Forwards whose outputs no backward has reached."""
+    is_first: bool = False
+    """Its backward is the first one that reached the outputs of a forward."""
     unreached: set[int] = field(default_factory=set)
     """Parameters that get no gradient and need not be waited for."""
     roots: Sequence[Any] = ()
@@ -40,6 +52,8 @@ class Window:
     """This rank ran no backward, and said so."""
     failure: str | None = None
     """Why this rank cannot bring its gradients."""
+    broken: str | None = None
+    """What broke off, of which the others do not know yet."""
 
     trained: bytes = b""
     """By parameter, 1 where it required a gradient when the last forward ran; empty before one."""
@@ -53,6 +67,11 @@ class Window:
         self.has_forward = True
         self.roots = roots
 
+    def answer(self, forward: Forward) -> None:
+        """A backward that leaves gradients has come to the outputs of `forward`."""
+        self.is_first |= not forward.is_answered
+        forward.is_answered = True
+
     def untouched(self) -> list[int]:
         """Parameters without a gradient."""
         return _zeros(self.touched)
@@ -63,7 +82,7 @@ class Window:
             excused = self.unreached | changes.gone  # frozen when the forward ran, or not there any more
             self.lacking = [i for i in self.untouched() if parameters[i].requires_grad and i not in excused]
         status = Status.FAILED if self.failure else Status.LACKS_GRADIENTS if self.lacking else Status.WELL
-        forwards = 0 if self.excused else 1 + len(self.unanswered)
+        forwards = 0 if self.excused else 2 * (1 + len(self.unanswered)) + self.is_first
         return Word(status, forwards, signature(self.trained or bytes(map(_REQUIRES_GRAD, parameters)), changes))
 
     def lacking_by_name(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> Mapping[str, bool]:

@@ -187,5 +187,5 @@ def test_ctrl_c_in_mid_training_ends_all(start):
     job.process.send_signal(signal.SIGINT)
     status, lines = job.end(BOUND)
     assert status == 130
-    assert lines[-1] == "allstep: stopped by Ctrl-C"
+    assert "allstep: stopped by Ctrl-C" in lines[-2:]  # the last line may tell where the output of rank 1 is kept
     check_what_is_left(job)

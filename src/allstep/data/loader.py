@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from allstep.comm.forking import wait_for_quiet_threads
 from allstep.data.collate import collate, select_columns
 from allstep.data.grid import MicroBatch, Pick
 from allstep.data.seeding import mixed, seed_generators
@@ -68,6 +69,8 @@ class MicroBatchLoader:
     def feeds(self, picks: Iterable[Pick]) -> Iterator[Feed]:
         """Fetch `picks`, in order; loader workers, where there are some, fetch ahead."""
         self._picks.current = picks
+        if self._loader.num_workers:
+            wait_for_quiet_threads()
         return iter(self._loader)
 
 

@@ -270,3 +270,42 @@ def test_evaluations_and_checkpoints_have_rank_zeros_statistics_on_every_rank(ra
     for result in (first, second):
         torch.testing.assert_close(torch.as_tensor(result[3]), alone["logits"], rtol=1e-5, atol=1e-6)
         assert result[4] == pytest.approx(float(alone["loss"]), rel=1e-5)
+
+
+class Replaced(nn.Module):
+    """A buffer that each forward replaces, and multiplies into the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        self.scale = self.scale + x.mean()
+        return self.layer(x) * self.scale
+
+
+def overlapping(rank, size):
+    """The graph of one forward is used after the buffers of the next reduction have been sent."""
+    model = DistributedDataParallel(Replaced())
+    model(batch(rank, 0)).sum().backward()
+    kept = model(batch(rank, 1)).sum()
+    kept.backward(retain_graph=True)
+    model(batch(rank, 2)).sum().backward()
+    words = []
+    for loss in (lambda: kept, lambda: model(batch(rank, 3)).sum()):
+        try:
+            loss().backward()
+            words.append("fine")
+        except RuntimeError as error:
+            words.append(str(error))
+    return words
+
+
+def test_a_buffer_that_a_graph_still_reads_is_not_overwritten_in_silence(ranks):
+    """Rank 1's own values, which its graph holds, were replaced by rank 0's: both ranks read of it, in that backward."""
+    first, second = ranks.run(overlapping)
+    assert "rank 1: its last backward did not come to its end" in first[0]
+    assert "modified by an inplace operation" in second[0]
+    assert first[1] == second[1] == "fine"

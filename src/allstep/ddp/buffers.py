@@ -33,29 +33,49 @@ class GradientStorage:
         """Per bucket, all that its collective reduces: (numel,)."""
         self.gradients: list[torch.Tensor] = []
         """Per bucket, its gradients without the riders: (gradients,)."""
+        self._parameters = parameters
+        self._starts = [0] * len(parameters)  # in elements of the flat tensor
+        self._flat_of: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         self.views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
-        """Per parameter, its gradient: a view of the parameter's shape and, where that is dense, its strides."""
+        """Per parameter, its gradient: of the parameter's shape and, where that is dense, its strides."""
         for bucket in layout.buckets:
             flat = self._flat[bucket.dtype, bucket.device][bucket.start : bucket.start + bucket.numel]
             self.buckets.append(flat)
             self.gradients.append(flat[: bucket.gradients])
             for slot in bucket.slots:
-                piece = flat[slot.offset : slot.offset + slot.numel]
-                self.views[slot.parameter] = _view_like(piece, parameters[slot.parameter])
+                self._starts[slot.parameter] = bucket.start + slot.offset
+                self._flat_of[slot.parameter] = flat
+                self.renew_view(slot.parameter)
         self.riders = self.buckets[-1][layout.buckets[-1].gradients :]
         """The numbers that travel behind the last bucket's gradients: (riders,), float32."""
+
+        self.note_users()
+
+    def renew_view(self, index: int) -> torch.Tensor:
+        """Put another tensor onto the memory of a parameter's gradient, in the place of the one of before.
+
+        It is no view in the eyes of autograd, so that `detach_()` and `share_memory_()` work as on any gradient.
+        """
+        parameter, flat = self._parameters[index], self._flat_of[index]
+        # an optimizer's fused loops need gradient and parameter to have the same strides (channels_last convolutions)
+        template = torch.empty_like(parameter, device="meta")  # contiguous, where the parameter's strides are not dense
+        view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        view.set_(flat.untyped_storage(), self._starts[index], template.shape, template.stride())
+        self.views[index] = view
+        return view
+
+    def note_users(self) -> None:
+        """All that hold a piece of the flat tensors by now are known."""
+        self._users = self._count_users()
+
+    def has_other_users(self) -> bool:
+        """Whether somebody else holds a piece of the flat tensors."""
+        return self._users != self._count_users()
+
+    def _count_users(self) -> list[int]:
+        return [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self._flat.values()]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all flat tensors."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
-
-
-def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`piece` (numel,) in the shape of `parameter`, with its strides where they fill memory without gap or overlap.
-
-    An optimizer's fused loops need gradient and parameter to have the same strides (channels_last convolutions).
-    """
-    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # true of dense strides only
-        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
-    return piece.view(parameter.shape)

@@ -1,5 +1,6 @@
 """The gradients that parameters hold, and their places in flat storage: in before the collectives, out after them."""
 
+import sys
 from collections.abc import Collection, Sequence
 
 import torch
@@ -9,6 +10,17 @@ from allstep.ddp.layout import Bucket
 from allstep.ddp.second_order import refusing_derivatives
 
 __all__ = ["Gradients"]
+
+_ADDRESS = torch.Tensor.data_ptr
+
+
+class _Place:
+    """A parameter and the tensor over its piece of storage."""
+
+    __slots__ = ("index", "parameter", "view")
+
+    def __init__(self, index: int, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        self.index, self.parameter, self.view = index, parameter, view
 
 
 class Gradients:
@@ -27,6 +39,13 @@ class Gradients:
         self._storage: GradientStorage | None = None
         self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
         self._aside: list[torch.Tensor | None] | None = None
+        self.taken: list[int] = []
+        """Parameters whose gradient came in this backward and was gone when their bucket was filled."""
+        self._remember_places()
+
+    def _remember_places(self) -> None:
+        self._addresses = [*map(_ADDRESS, self.parameters)]
+        self._dtypes = [(p.dtype, p.device, p.shape, p.stride()) for p in self.parameters]
 
     @property
     def storage(self) -> GradientStorage:
@@ -38,17 +57,51 @@ class Gradients:
     def storage(self, storage: GradientStorage) -> None:
         """Gradients that lie in the storage of before move into the new one."""
         before, self._storage = self._storage, storage
-        self._places = [[(self.parameters[i], storage.views[i]) for i in b.parameters] for b in storage.layout.buckets]
+        self._places = [
+            [_Place(i, self.parameters[i], storage.views[i]) for i in bucket.parameters] for bucket in storage.layout.buckets
+        ]
+        self._view_addresses = [*map(_ADDRESS, storage.views)]
+        self._references = max(map(sys.getrefcount, storage.views), default=0)  # of each one that is nobody's gradient
         if before is not None:
             for parameter, old, view in zip(self.parameters, before.views, storage.views, strict=True):
                 if parameter.grad is old:
                     parameter.grad = view.copy_(old)
 
-    def fill(self, bucket: Bucket, touched: bytearray) -> None:
+    def fit(self) -> bool:
+        """Whether parameters still have the dtypes, devices and strides that they were laid out for."""
+        if self._addresses != [*map(_ADDRESS, self.parameters)]:
+            before = self._dtypes
+            self._remember_places()
+            return before == self._dtypes
+        return True
+
+    def let_others_keep(self) -> bool:
+        """Before gradients come: those of before that somebody else still holds keep their values, in memory of their own.
+
+        So `[p.grad for p in model.parameters()]` is what it was after the next backward too. False where somebody holds other
+        pieces of the storage, which has to be left to them as a whole.
+        """
+        if not self.as_views:
+            return True
+        if max(map(sys.getrefcount, self.storage.views), default=0) > self._references:
+            for places in self._places:
+                for place in places:
+                    self._give_away(place)
+        return not self.storage.has_other_users()
+
+    def _give_away(self, place: "_Place") -> None:
+        view = place.view
+        references = sys.getrefcount(view) - 1  # one is that of `view` here
+        if references > self._references and place.parameter.grad is not view:
+            place.view = self.storage.renew_view(place.index)
+            view.data = view.clone()
+
+    def fill(self, bucket: Bucket, touched: bytearray, ready: bytearray) -> None:
         """Bring the gradients of a bucket into storage; what is not there counts as zeros.
 
         Args:
             touched: by parameter, 1 where this backward, or the window that it ends, has made the gradient.
+            ready: by parameter, 1 where this backward has, or where none is expected.
 
         Raises:
             RuntimeError: a gradient is sparse, of a parameter that was not known to have such.
@@ -56,12 +109,17 @@ class Gradients:
         if 0 in touched:
             self._keep(bucket, touched)
         views, fresh = [], []
-        for parameter, view in self._places[bucket.index]:
+        for place in self._places[bucket.index]:
+            parameter, view = place.parameter, place.view
             gradient = parameter.grad
             if gradient is view:
-                continue
-            if gradient is None:
+                if view.data_ptr() == self._view_addresses[place.index]:
+                    continue
+                place.view = view = self.storage.renew_view(place.index)  # somebody gave it other memory: `.data = ` does
+            elif gradient is None:
                 view.zero_()
+                if ready[place.index] and touched[place.index]:
+                    self.taken.append(place.index)
                 continue
             views.append(view)
             fresh.append(gradient)
@@ -134,7 +192,7 @@ class Gradients:
 
     def forget(self) -> None:
         """A reduction has ended: what was kept for it is needed no more."""
-        self._kept = {}
+        self._kept, self.taken = {}, []
 
     def set_aside(self) -> bool:
         """Take all gradients from the parameters until `bring_back`; False where that was done before."""

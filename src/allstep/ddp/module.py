@@ -189,7 +189,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def _notice_changes(self) -> None:
         """Parameters may have been added, replaced or thawed since the last forward; see `alike`."""
-        if self._reducer.is_outdated:
+        if self._reducer.is_outdated or not self._reducer.gradients.fit():
             before = self._reducer
             parameters = self.module.named_parameters()
             kept = [(n, p) for n, p in parameters if (p.requires_grad or id(p) in self._index_of) and n not in self._ignored]

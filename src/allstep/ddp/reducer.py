@@ -32,7 +32,7 @@ from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec, plan_lay
 from allstep.ddp.riders import Evidence, Riders, Totals, raise_what_was_said
 from allstep.ddp.sparse import average_sparse_gradients
 from allstep.ddp.transfers import start_hooked_transfer, start_transfer
-from allstep.ddp.unused import unexpected_message
+from allstep.ddp.unused import taken_message, unexpected_message
 from allstep.ddp.window import Forward, Window
 from allstep.errors import CollectiveError, RankFailedError, UnusedParametersError
 
@@ -125,6 +125,8 @@ class Reducer:
         self._reset()
         self._nodes: list[Any] = []  # where gradients of parameters are accumulated
         self._hooks: list[Any] = []
+        self._hooks_of: list[Any] = []  # by parameter, id -> hook, others' too
+        self._hook_counts: list[int] = []
         for index, parameter in enumerate(self.parameters):
             self._listen_to(index, parameter)
 
@@ -156,7 +158,17 @@ class Reducer:
         # (test_wrapping_again.py).
         hook = partial(_on_gradient, weakref.ref(self), index)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._hooks_of.append(parameter._post_accumulate_grad_hooks)
         parameter.requires_grad_(trained)
+
+    def _be_last_to_hear(self) -> None:
+        """Other hooks on gradients run before those of the reducer, whenever they are registered, as under torch's class."""
+        counts = [*map(len, self._hooks_of)]
+        if counts != self._hook_counts:
+            for hook, others in zip(self._hooks, self._hooks_of, strict=True):
+                if len(others) > 1:
+                    others[hook.id] = others.pop(hook.id)
+            self._hook_counts = counts
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Plan buckets for gradients that come in `order`, and make their memory."""
@@ -164,13 +176,18 @@ class Reducer:
         self._order = [index for index in order if index not in sparse]
         riders = Riders.count(count, self._communicator.size)
         self.layout = plan_layout(self._specs, self._order, self._caps, riders, self._delayed)
-        self.gradients.storage = GradientStorage(self.layout, self.parameters, self._communicator.allocate)
-        self._riders = Riders(self.storage.riders, count, self._communicator)
-        self._on_cpu = self._riders.numbers.device.type == "cpu"
+        self._allocate()
         self._countdown = Countdown(self.layout, count, self._delayed, self._trigger)
         self.launched: list[int] = [0] * len(self.layout.buckets)
         """Per bucket, collectives started since the buckets were laid out."""
         self._await_all()
+
+    def _allocate(self) -> None:
+        """Make the memory that the layout describes."""
+        self.gradients.storage = GradientStorage(self.layout, self.parameters, self._communicator.allocate)
+        self._riders = Riders(self.storage.riders, len(self.parameters), self._communicator)
+        self._on_cpu = self._riders.numbers.device.type == "cpu"
+        self.storage.note_users()
 
     def _await_all(self) -> None:
         """No gradient of the coming backward is there yet."""
@@ -201,6 +218,7 @@ class Reducer:
         self._rebuild_once()
         self.close_what_broke_off()
         self.phase = Phase.ARMED
+        self._be_last_to_hear()
         self._window.expect(self.parameters, unreached, roots if self.strict else ())
         self.has_started = True
         forward = Forward()
@@ -263,6 +281,8 @@ class Reducer:
         self.phase = Phase.COLLECTING  # also from LOCAL: a forward under no_sync came after the one whose backward this is
         self._backward = _current_backward()
         self._window.has_graph = torch.is_grad_enabled()
+        if not self.gradients.let_others_keep():
+            self._allocate()
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._window.unreached:
             self._mark_ready(index)
@@ -357,7 +377,7 @@ class Reducer:
         """Send the next bucket, whatever it lacks; whether the one behind it is full."""
         bucket, window = self.layout.buckets[self._countdown.next], self._window
         is_last = bucket is self.layout.buckets[-1]
-        self.gradients.fill(bucket, window.touched)
+        self.gradients.fill(bucket, window.touched, self._countdown.is_ready)
         average = self._communicator.averages_in_flight(self._riders.numbers.device)
         divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
         if is_last:
@@ -407,8 +427,11 @@ class Reducer:
             if self._window.weight is not None:
                 self._divide_by(self.totals.weight)
             self._average_sparse(self.totals.weight)
+            taken = [self._names[index] for index in self.gradients.taken]
             self._hand_out()
             self._raise_what_was_said()
+            if taken:
+                raise RuntimeError(taken_message(self._communicator.rank, taken))
             self._follow_changes()
             if self._window.failure is None:
                 step_in_backward(self.stepped or ())
@@ -514,6 +537,8 @@ class Reducer:
         self.bytes_reduced = other.bytes_reduced
         self.under_no_sync, self._has_warned = other.under_no_sync, other._has_warned
         self._came, self.has_started = None, other.has_started
+        if [*map(id, self.parameters)] == [*map(id, other.parameters)]:
+            self._window = other._window
         other.remove_hooks()
 
     def remove_hooks(self) -> None:

@@ -1,10 +1,12 @@
 """One rank's parameters and buffers to every rank."""
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from allstep.comm.communicator import Communicator
 
@@ -53,13 +55,26 @@ def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
 def send_buffers(communicator: Communicator, module: nn.Module, ignored: Collection[str] = (), source: int = 0) -> None:
     """Collective. The buffers of rank `source` to all.
 
-    A graph that is still to be used may hold running statistics, which no backward reads: writing them is not counted as a
-    change, or that backward would refuse to run (test_reports_buffers.py).
+    A graph that is still to be used may hold buffers. Running statistics are read by no backward of a layer in training, so
+    writing them is not counted as a change, or that backward would refuse to run; others are written where their values differ
+    (test_reports_buffers.py). On accelerators nothing is compared, which would make the host wait.
     """
-    buffers = buffers_of(module, {*ignored, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())})
-    if buffers:
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            broadcast_states(communicator, buffers, source)
+    ignored = {*ignored, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    buffers = buffers_of(module, ignored)
+    unread = {id(buffer) for buffer in _running_statistics(module)}
+    compared = [buffer for buffer in buffers if id(buffer) not in unread and buffer.device.type == "cpu"]
+    received = {id(buffer): buffer.detach().clone() for buffer in compared}
+    written = tuple(buffer for buffer in buffers if id(buffer) not in received)
+    with torch.autograd._unsafe_preserve_version_counter(written) if written else nullcontext():  # type: ignore[attr-defined]
+        broadcast_states(communicator, [received.get(id(buffer), buffer) for buffer in buffers], source)
+    for buffer in compared:
+        if not torch.equal(buffer, received[id(buffer)]):
+            buffer.detach().copy_(received[id(buffer)])
+
+
+def _running_statistics(module: nn.Module) -> Iterator[torch.Tensor]:
+    layers = (layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.training)
+    return (buffer for layer in layers for buffer in layer.buffers(recurse=False))
 
 
 def parameters_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
@@ -88,6 +103,9 @@ def states_to_compare(
         names = {id(parameter): name for name, parameter in parameters.items()}
         states = []
         for group in optimizer.param_groups:
+            settings = {key: value for key, value in sorted(group.items()) if isinstance(value, (int, float, torch.Tensor))}
+            for key, value in settings.items():
+                states.append((f"{key} of a parameter group", torch.as_tensor(value)))
             for number, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter), f"parameter {number}")
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):

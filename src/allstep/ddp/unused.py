@@ -1,6 +1,7 @@
 """Which parameters a graph reaches: what `find_unused_parameters=True` asks before each backward."""
 
 import dataclasses
+import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,11 +11,16 @@ import torch
 __all__ = [
     "reached_from",
     "reached_parameters",
+    "taken_message",
     "tensors_in",
     "unexpected_message",
     "unreached_parameters",
     "unused_message",
 ]
+
+
+_SCALARS = (str, bytes, int, float, bool, type(None))
+_NO_CONTAINERS = (*_SCALARS, torch.nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -24,12 +30,12 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif id(item) in seen or isinstance(item, (str, bytes, int, float, bool, type(None), torch.nn.Module)):
+        elif id(item) in seen or isinstance(item, _NO_CONTAINERS):
             continue
         elif isinstance(item, Mapping):
             stack.extend(reversed(list(item.values())))
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
-            stack.extend(reversed(list(item)))
+            stack.extend(each for each in reversed(list(item)) if not isinstance(each, _SCALARS))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             stack.extend(getattr(item, field.name) for field in reversed(dataclasses.fields(item)))
         elif not isinstance(item, type):
@@ -121,4 +127,15 @@ def unexpected_message(rank: int, name: str) -> str:
         f"backward has to use the same parameters; or, with find_unused_parameters=True, an object that forward returns hides "
         f"tensors: return them in tuples, lists, dicts or dataclasses, or set find_unused_parameters=None. The optimizer has "
         f"not moved."
+    )
+
+
+def taken_message(rank: int, names: Sequence[str]) -> str:
+    """What to tell a person of gradients that were taken away before they were reduced."""
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"Rank {rank}: the gradients of {shown} came in this backward and were gone before they were reduced. A hook "
+        f"(register_post_accumulate_grad_hook) has set them to None, and if it has stepped an optimizer, then with this rank's "
+        f"own gradient, so the replicas differ by now. Step after backward(), or use torch's _apply_optimizer_in_backward, "
+        f"which waits for the mean here."
     )

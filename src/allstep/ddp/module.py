@@ -29,6 +29,7 @@ from allstep.ddp.layout import BucketLayout, ParameterSpec
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, mark_parameters, reduce_in
 from allstep.ddp.reducer import Reducer
 from allstep.ddp.riders import Totals
+from allstep.ddp.sharing import SharedParameters
 from allstep.ddp.sparse import sparse_parameters
 from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, rename_to_fit, send_buffers, states_to_compare
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
@@ -38,7 +39,7 @@ from allstep.errors import ReplicaError
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
+class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.Module):
     """Train one replica of `module` on each rank, with gradients averaged over ranks while backward runs.
 
     Argument names and values are those of `torch.nn.parallel.DistributedDataParallel`. After `backward()` every rank holds
@@ -111,6 +112,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         self._ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         self._is_released = False
+        self._lent = {}
         self.dim = dim
         self.device_mesh = device_mesh
         self._communicator = communicator_for(group_of(process_group, device_mesh))
@@ -142,6 +144,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         self._delayed = delayed_parameters(named, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device)
         self._make_reducer(named)
+        self._take_from_others()
         self.mixed_precision = mixed_precision
         if mixed_precision is not None:
             mark_parameters(module, mixed_precision.param_dtype, self._ignored)
@@ -155,7 +158,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         index_of_name = {name: index for index, (name, _) in enumerate(named)}
         delayed, trigger = self._delayed
-        self._structure = Structure(self.module, self._ignored, self._index_of)
+        self._structure = Structure(self.module, self._ignored | self._lent_names(), self._index_of)
         self._reducer = Reducer(
             [parameter for _, parameter in named],
             [ParameterSpec.of(name, parameter) for name, parameter in named],
@@ -189,15 +192,24 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
 
     def _notice_changes(self) -> None:
         """Parameters may have been added, replaced or thawed since the last forward; see `alike`."""
+        if self._lent:
+            self._take_back()
         if self._reducer.is_outdated or not self._reducer.gradients.fit():
-            before = self._reducer
-            parameters = self.module.named_parameters()
-            kept = [(n, p) for n, p in parameters if (p.requires_grad or id(p) in self._index_of) and n not in self._ignored]
-            self._make_reducer(kept)
-            self._reducer.take_over(before)
+            self._fit_reducer()
         self._reducer.changes = self._structure.changes()
         if self._reducer.stepped is None:
             self._reducer.stepped = take_over_optimizers(self._reducer.parameters)
+
+    def _fit_reducer(self) -> None:
+        before, known = self._reducer, self._index_of.keys() | self._lent.keys()
+        named = [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored and id(p) not in self._lent]
+        kept = [(n, p) for n, p in named if p.requires_grad or id(p) in known]
+        if kept:
+            self._make_reducer(kept)
+            self._reducer.take_over(before)
+        else:  # all are lent
+            self._index_of = {}
+            before.remove_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; a copy reduces by itself, over the default group of the process in which it is made.
@@ -215,7 +227,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
                 "A DistributedDataParallel with a communication hook cannot be pickled or copied. Copy its .module, wrap the "
                 "copy, and register the hook there."
             )
-        made_anew = ("_reducer", "_communicator", "_index_of", "_structure")
+        made_anew = ("_reducer", "_communicator", "_index_of", "_structure", "_lent")
         return {key: value for key, value in self.__dict__.items() if key not in made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,7 +235,9 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         keep_engine_out_of_graphs()
         self._communicator = communicator_for(None)
         self._buffers_sent_at = -1
+        self._lent = {}
         self._make_reducer(self._trainable())
+        self._take_from_others()
         if self._is_released:
             self.release()
 
@@ -231,7 +245,9 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, nn.Module):
         """The module's forward; its backward is reduced, unless it runs under `no_sync` or without gradients."""
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
-        if self._is_released or not torch.is_grad_enabled():
+        if self._lent and not self._index_of:
+            self._take_back()
+        if self._is_released or not self._index_of or not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
         self._reducer.close_what_broke_off()
         self._announce(self.require_backward_grad_sync)

@@ -110,6 +110,8 @@ class Reducer:
         """How the model has changed since its parameters were laid out; the wrapper keeps it up to date."""
         self.is_outdated = False
         """Whether all ranks have changed alike, so that the wrapper has to make another reducer."""
+        self.is_shared = False
+        """Whether some parameters are another wrapper's too, so that a backward need not be that of a forward of this one."""
         self.hook: tuple[Any, CommHook] | None = None
         """(state, function) that averages buckets in place of an all-reduce."""
         self.totals: Totals | None = None
@@ -402,7 +404,8 @@ class Reducer:
     def _write_riders(self, scale: float) -> None:
         window = self._window
         weight, carried = window.weight or (1.0, 0.0)
-        word = window.word(self.parameters, self.changes, strict=self.strict)
+        strict = self.strict and (window.has_forward or not self.is_shared)
+        word = window.word(self.parameters, self.changes, strict=strict)
         self._riders.write(window.touched, word, weight, carried, scale)
 
     # ---- at the end of a backward
@@ -535,6 +538,7 @@ class Reducer:
         """Go on counting where `other` ends, which no longer fits the model."""
         self.reductions, self.totals, self.hook = other.reductions, other.totals, other.hook
         self.bytes_reduced = other.bytes_reduced
+        self.is_shared = other.is_shared
         self.under_no_sync, self._has_warned = other.under_no_sync, other._has_warned
         self._came, self.has_started = None, other.has_started
         if [*map(id, self.parameters)] == [*map(id, other.parameters)]:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from allstep import DistributedDataParallel
-from allstep.errors import RankFailedError
+from allstep import DistributedDataParallel, SyncBatchNorm
+from allstep.errors import RankFailedError, ReplicaError
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
 
@@ -104,3 +104,72 @@ def test_tensors_in_the_place_of_parameters_lead_to_the_parameters(ranks):
             return net
 
         assert_mean([first[step], second[step]], mean_of_ranks(2, run))
+
+
+def two_wrappers(rank, size, different_order):
+    """Two wrappers of like models; on rank 1 their backwards run in the other order, where asked."""
+    nets = [Net(), Net()]
+    models = [DistributedDataParallel(net) for net in nets]
+    losses = [model(batch(rank, number)).square().mean() for number, model in enumerate(models)]
+    words = []
+    for loss in losses[::-1] if different_order and rank else losses:
+        try:
+            loss.backward()
+            words.append("fine")
+        except ReplicaError as error:
+            words.append(str(error))
+    return words, [gradients_of(net) for net in nets]
+
+
+@pytest.mark.parametrize("different_order", [False, True])
+def test_gradients_of_two_wrappers_are_not_averaged_with_each_other(ranks, different_order):
+    results = ranks.run(two_wrappers, different_order)
+    if different_order:
+        for words, _ in results:
+            assert all("different wrappers to one reduction: rank 0 those of wrapper" in word for word in words)
+        return
+    for number in range(2):
+
+        def run(rank: int, number: int = number) -> nn.Module:
+            net = Net()
+            net(batch(rank, number)).square().mean().backward()
+            return net
+
+        assert_mean([nets[number] for _, nets in results], mean_of_ranks(2, run))
+
+
+class Experts(nn.Module):
+    """Layers with statistics over ranks between experts, of which each rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(SyncBatchNorm(4) for _ in range(3))
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        for norm, experts in zip(self.norms, self.experts, strict=True):
+            x = experts[expert](norm(x)).tanh()
+        return x
+
+
+def with_statistics(rank, size):
+    net = Experts()
+    model = DistributedDataParallel(net, find_unused_parameters=None, bucket_cap_mb=1e-5)
+    for step in range(5):
+        net.zero_grad()
+        model(batch(rank, step), (rank + step) % 2).square().mean().backward()
+    return gradients_of(net)
+
+
+def test_statistics_over_ranks_never_pair_with_buckets(ranks):
+    """SyncBatchNorm's collectives run inside backward, while buckets leave at other times on each rank."""
+    first, second = ranks.run(with_statistics)
+    net = Experts()
+    x = torch.cat([batch(rank, 4) for rank in range(2)])
+    for norm, experts in zip(net.norms, net.experts, strict=True):
+        x = nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
+        x = torch.cat([experts[(rank + 4) % 2](half).tanh() for rank, half in enumerate(x.chunk(2))])
+    x.square().mean().backward()
+    expected = gradients_of(net)
+    assert_mean([first, second], expected, rtol=1e-4)

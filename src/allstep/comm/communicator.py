@@ -9,6 +9,7 @@ import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,9 @@ import torch.distributed as dist
 # Its functions keep whatever default group there is when it is first imported, as the default of their arguments; torch.optim
 # imports it. Imported here, before a group is made, it keeps none (test_clean_exit.py).
 import torch.distributed.nn.functional
+from torch._C._distributed_c10d import AllgatherOptions
 
+from allstep.comm.channels import can_have_channel, channel_of, let_go_of_channels, opened_channel
 from allstep.comm.missing import missing_ranks
 from allstep.errors import CollectiveError
 
@@ -63,6 +66,16 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Return when all ranks have come here."""
 
+    def channel(self, *, at_once: bool = True) -> "Communicator":
+        """Collective, the first time. The same ranks, by a line whose collectives never pair with those of this one.
+
+        All who ask share it. Where there can be none it is this communicator itself.
+
+        Args:
+            at_once: connect the ranks now; False: when the first collective goes over it, which all have to begin alike.
+        """
+        return self
+
     def averages_in_flight(self, device: torch.device) -> bool:
         """Whether the backend can average tensors of `device`, and not only sum them."""
         return False
@@ -104,53 +117,89 @@ class SoloCommunicator(Communicator):
 
 
 class GroupCommunicator(Communicator):
-    """The ranks of a torch process group, on any backend.
+    """The ranks of a torch process group, on any backend, made by torch's functions or by hand.
 
     Errors of the backend become `CollectiveError`s that say on which rank and in what.
+
+    Raises:
+        ValueError: this rank is not one of the group.
+        CollectiveError: the default group is asked for, and there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if isinstance(group, int):  # what torch's functions return on ranks that are not in the group
+            raise ValueError(
+                "Invalid process group specified: this rank is not one of those that it was made for. Use it on its own ranks."
+            )
         # The default group is named by None and never held: gloo's threads end when the last reference goes, and one that
         # outlives the interpreter aborts the process, in a quarter of all runs (test_clean_exit.py).
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.backend = dist.get_backend(group)
+        carrier = self.carrier
+        self.rank = carrier.rank()
+        self.size = carrier.size()
+        self.backend = _backend_of(carrier)
         _LIVE.add(self)
+
+    @property
+    def carrier(self) -> dist.ProcessGroup:
+        """The torch group that carries the collectives. Not to be kept.
+
+        Raises:
+            CollectiveError: it is the default group, and there is none.
+        """
+        return self._named()
+
+    def _named(self) -> dist.ProcessGroup:
+        group = self.group or dist.group.WORLD
+        if group is None:
+            raise CollectiveError(
+                "The default process group does not exist: nobody joined it, or it has been left or destroyed. Join it first."
+            )
+        return group
+
+    def channel(self, *, at_once: bool = True) -> Communicator:
+        group = self._named()
+        if not can_have_channel(group):
+            return self
+        channel = _Channel(self)
+        if at_once and channel.carrier is group:
+            return self
+        return channel
 
     def all_reduce(self, tensor: torch.Tensor, *, average: bool = False) -> Pending:
         assert not average or self.averages_in_flight(tensor.device)
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         what = f"all_reduce of {tensor.numel()} {tensor.dtype}"
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        # Called on the group: torch's function, when it logs an error, does not find a group that was made by hand.
+        carrier = self.carrier
         try:
-            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+            work = carrier.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
         except RuntimeError as error:
             raise self.broken(what, error) from error
-        assert work is not None
         return _Waiting(work, self, what)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         if not tensors:
             return
-        group = self.group or dist.group.WORLD
-        assert group is not None
+        carrier = self.carrier
         try:
             for same_device in _by_device(tensors):
-                dist._broadcast_coalesced(group, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(carrier, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise self.broken(f"broadcast of {len(tensors)} tensors", error) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         try:
-            pickle.dumps(value)
+            pickled = pickle.dumps(value)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise TypeError(f"Rank {self.rank} cannot send a {type(value).__name__} to its peers: {error}") from error
-        values: list[Any] = [None] * self.size
+        carrier = self.carrier
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            everyone = _all_gather_bytes(carrier, pickled)
         except RuntimeError as error:
             raise self.broken(f"all_gather of a {type(value).__name__}", error) from error
-        return values
+        return [pickle.loads(each) for each in everyone]
 
     def barrier(self) -> None:
         self.all_gather_object(None)  # torch's own barrier guesses a device where a group has several
@@ -167,6 +216,23 @@ class GroupCommunicator(Communicator):
             f"Rank {self.rank} of {self.size}: {what} broke off: {reason}. {who} failed, left, or did not come within the "
             f"timeout; what was printed there says why."
         )
+
+
+class _Channel(GroupCommunicator):
+    """The ranks of `base`, by a line of their own; made again where the group of `base` has been replaced."""
+
+    def __init__(self, base: GroupCommunicator) -> None:
+        self.group, self.rank, self.size, self.backend = base.group, base.rank, base.size, base.backend
+        _LIVE.add(self)
+
+    @property
+    def carrier(self) -> dist.ProcessGroup:
+        group = self._named()
+        opened = opened_channel(group)
+        return opened if opened is not None else channel_of(group, GroupCommunicator(self.group).all_gather_object)
+
+    def channel(self, *, at_once: bool = True) -> Communicator:
+        return self
 
 
 class _Waiting:
@@ -196,6 +262,31 @@ def let_go_of_groups() -> None:
     """Make every communicator forget its group, so that the group's threads can end; before the interpreter does."""
     for communicator in list(_LIVE):
         communicator.group = None
+    let_go_of_channels()
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    """Name of the backend of `group`, as torch has it; of those of its devices, where torch does not know the group."""
+    with suppress(ValueError):
+        return str(dist.get_backend(group))
+    names = dict.fromkeys(group._get_backend(device).name() for device in group._device_types)
+    return ",".join(names) or group._get_backend_name()
+
+
+def _all_gather_bytes(group: dist.ProcessGroup, sent: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank: first how many, then all of them, filled up to the longest."""
+    kinds = {device.type for device in group._device_types}
+    device = torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
+    lengths = [int(length) for length in _all_gather(group, torch.tensor([len(sent)], device=device))]
+    padded = torch.frombuffer(bytearray(sent.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(device)
+    everyone = _all_gather(group, padded)
+    return [bytes(each.cpu().numpy())[:length] for each, length in zip(everyone, lengths, strict=True)]
+
+
+def _all_gather(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([gathered], [tensor], AllgatherOptions()).wait()
+    return gathered
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

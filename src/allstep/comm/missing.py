@@ -17,10 +17,13 @@ def missing_ranks(group: dist.ProcessGroup | None) -> list[int]:
     Empty where all say so, or where the store is gone.
     """
     missing: list[int] = []
-    with suppress(RuntimeError, KeyError, ValueError):  # the store went with the rank that kept it
-        _, store = dist.distributed_c10d._world.pg_map[group or dist.group.WORLD]  # type: ignore[index]
-        keys = [f"allstep/broke_off/{rank}" for rank in range(dist.get_world_size(group))]
-        store.set(keys[dist.get_rank(group)], "yes")
+    group = group or dist.group.WORLD
+    if group is None:
+        return missing
+    with suppress(RuntimeError):  # the store went with the rank that kept it
+        store = group.get_group_store()
+        keys = [f"allstep/broke_off/{rank}" for rank in range(group.size())]
+        store.set(keys[group.rank()], "yes")
         with suppress(RuntimeError):
             store.wait(keys, _PATIENCE)
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

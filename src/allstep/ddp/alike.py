@@ -95,10 +95,16 @@ def states_in_training(names: Sequence[str], parameters: Sequence[torch.Tensor],
     return {**states, **changes.described()}
 
 
-def signature(trained: bytes, changes: Changes) -> int:
-    """1 to 65535: the same on ranks that train the same parameters. `trained` tells it of those that are laid out."""
+def signature(trained: bytes, changes: Changes, number: int = 0) -> int:
+    """1 to 65535: the same on ranks that train the same parameters of the same wrapper.
+
+    Args:
+        trained: by parameter that is laid out, whether it is.
+        changes: what is not laid out.
+        number: that of the wrapper, equal on all ranks.
+    """
     words = repr((changes.described(), sorted(changes.gone))).encode() if changes else b""
-    return 1 + zlib.crc32(trained + words) % 0xFFFF
+    return 1 + zlib.crc32(trained + words, number) % 0xFFFF
 
 
 def first_difference_in_training(of_rank: Sequence[Mapping[str, str]]) -> str:

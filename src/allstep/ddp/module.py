@@ -1,5 +1,6 @@
 """`DistributedDataParallel`: the module that people wrap theirs in."""
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,9 @@ from allstep.ddp.unused import tensors_in, unreached_parameters
 from allstep.errors import ReplicaError
 
 __all__ = ["DistributedDataParallel"]
+
+
+_NUMBERS = itertools.count(1)
 
 
 class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.Module):
@@ -142,6 +146,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         self.device = named[0][1].device
         self._input_device = input_device(self.device, device_ids, output_device)
         self._delayed = delayed_parameters(named, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._number = self._communicator.broadcast_object(next(_NUMBERS))
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device)
         self._make_reducer(named)
         self._take_from_others()
@@ -152,9 +157,10 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
                 cast_buffers(module, mixed_precision.buffer_dtype, self._ignored)
             reduced_in = mixed_precision.reduce_dtype or mixed_precision.param_dtype
             if reduced_in is not None:
-                self._reducer.hook = (self.process_group, reduce_in(reduced_in, builtin_hook("ALLREDUCE")))
+                self._reducer.buckets.hook = (self.process_group, reduce_in(reduced_in, builtin_hook("ALLREDUCE")))
 
-    def _make_reducer(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def _make_reducer(self, named: Sequence[tuple[str, nn.Parameter]], *, at_once: bool = True) -> None:
+        """Collective for the first wrapper over a group; with `at_once=False` only when gradients are first reduced."""
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         index_of_name = {name: index for index, (name, _) in enumerate(named)}
         delayed, trigger = self._delayed
@@ -162,13 +168,14 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         self._reducer = Reducer(
             [parameter for _, parameter in named],
             [ParameterSpec.of(name, parameter) for name, parameter in named],
-            self._communicator,
+            self._communicator.channel(at_once=at_once),
             self._caps,
             as_views=self.gradient_as_bucket_view,
             strict=self.find_unused_parameters is False and not self.static_graph,
             sparse=[self._index_of[identity] for identity in sparse_parameters(self.module) & self._index_of.keys()],
             delayed=[index_of_name[name] for name in delayed if name in index_of_name],
             trigger=index_of_name.get(trigger),
+            number=self._number,
         )
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -194,7 +201,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         """Parameters may have been added, replaced or thawed since the last forward; see `alike`."""
         if self._lent:
             self._take_back()
-        if self._reducer.is_outdated or not self._reducer.gradients.fit():
+        if self._reducer.is_outdated or not self._reducer.buckets.gradients.fit():
             self._fit_reducer()
         self._reducer.changes = self._structure.changes()
         if self._reducer.stepped is None:
@@ -222,7 +229,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
                 "A DistributedDataParallel with a process_group of its own cannot be pickled or copied, as the group cannot. "
                 "Copy or save its .module, or its state_dict(), and wrap the copy."
             )
-        if self._reducer.hook is not None:
+        if self._reducer.buckets.hook is not None:
             raise RuntimeError(
                 "A DistributedDataParallel with a communication hook cannot be pickled or copied. Copy its .module, wrap the "
                 "copy, and register the hook there."
@@ -236,7 +243,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         self._communicator = communicator_for(None)
         self._buffers_sent_at = -1
         self._lent = {}
-        self._make_reducer(self._trainable())
+        self._number = 0  # of copies, which one rank may make more of than another
+        self._make_reducer(self._trainable(), at_once=False)  # a copy may be loaded on one rank only
         self._take_from_others()
         if self._is_released:
             self.release()
@@ -354,9 +362,9 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         if not callable(hook):
             self._error = f"A communication hook must be callable as hook(state, bucket); got {type(hook).__name__}."
             raise TypeError(self._error)
-        if self._reducer.hook is not None:
+        if self._reducer.buckets.hook is not None:
             raise RuntimeError("register_comm_hook was called before; a wrapper has one communication hook.")
-        self._reducer.hook = (state, hook)
+        self._reducer.buckets.hook = (state, hook)
         self._hook_name = getattr(hook, "__qualname__", str(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -376,7 +384,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
     @property
     def bucket_layout(self) -> BucketLayout:
         """Which gradient lies where in which bucket; print it."""
-        return self._reducer.layout
+        return self._reducer.buckets.layout
 
     @property
     def reductions(self) -> int:
@@ -386,12 +394,12 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
     @property
     def bytes_reduced(self) -> int:
         """Bytes of all buckets that have been reduced; the difference over a step is what that step sent."""
-        return self._reducer.bytes_reduced
+        return self._reducer.buckets.bytes_reduced
 
     @property
     def collectives_per_bucket(self) -> list[int]:
         """Per bucket, how many collectives have been started."""
-        return list(self._reducer.launched)
+        return list(self._reducer.buckets.launched)
 
     def _send_buffers_if_due(self) -> None:
         """Once for each reduction, at its first forward: a rank that fails in between has sent them (test_buffers.py)."""

@@ -13,7 +13,7 @@ parameters, or that failed, is known to all at no collective more.
 import enum
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -21,17 +21,13 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from allstep.comm.communicator import Communicator, Pending
+from allstep.comm.communicator import Communicator
 from allstep.ddp.alike import Changes, states_in_training
-from allstep.ddp.buffers import GradientStorage
-from allstep.ddp.comm_hooks import CommHook
-from allstep.ddp.countdown import Countdown
-from allstep.ddp.gradients import Gradients
+from allstep.ddp.buckets import Buckets
 from allstep.ddp.in_backward import step_in_backward
-from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
-from allstep.ddp.riders import Evidence, Riders, Totals, raise_what_was_said
-from allstep.ddp.sparse import average_sparse_gradients
-from allstep.ddp.transfers import start_hooked_transfer, start_transfer
+from allstep.ddp.layout import BucketCaps, ParameterSpec
+from allstep.ddp.listening import GradientHooks
+from allstep.ddp.riders import Evidence, Totals, raise_what_was_said
 from allstep.ddp.unused import taken_message, unexpected_message
 from allstep.ddp.window import Forward, Window
 from allstep.errors import CollectiveError, RankFailedError, UnusedParametersError
@@ -64,6 +60,7 @@ class Reducer:
         sparse: indices of parameters whose gradients are sparse; those lie in no bucket.
         delayed: indices of parameters to reduce behind all others, in buckets of their own.
         trigger: index of a parameter; the delayed ones are not reduced before its gradient has come.
+        number: that of the wrapper, equal on all ranks; gradients of different wrappers are not averaged with each other.
     """
 
     def __init__(
@@ -78,23 +75,28 @@ class Reducer:
         sparse: Collection[int] = (),
         delayed: Collection[int] = (),
         trigger: int | None = None,
+        number: int = 0,
     ) -> None:
-        self.gradients = Gradients(parameters, as_views=as_views, sparse=sparse)
+        itself = weakref.ref(self)
+        self.buckets = Buckets(
+            parameters,
+            specs,
+            communicator,
+            caps,
+            partial(_through, itself, Reducer._write_riders),
+            as_views=as_views,
+            sparse=sparse,
+            delayed=delayed,
+            trigger=trigger,
+        )
+        self.strict = strict
+        self._number = number
         self._names = [spec.name for spec in specs]
         self._communicator = communicator
-        self.strict = strict
-        self._specs, self._caps = list(specs), caps
-        self._delayed, self._trigger = frozenset(delayed), trigger
-        count = len(self.parameters)
-        self.layout: BucketLayout
-        """Which gradient lies where in which bucket."""
-        self._lay_out(range(count - 1, -1, -1))  # gradients usually come in reverse registration order
         self._came: list[int] | None = []  # parameters in the order of their gradients, until buckets are rebuilt
 
         self.reductions = 0
         """Reductions done since the start, each of every bucket once."""
-        self.bytes_reduced = 0
-        """Of all buckets since the start."""
         self.untouched: list[int] | None = None
         """Parameters that got no gradient on this rank in its first backward that was reduced; None before it."""
         self.under_no_sync = False
@@ -112,8 +114,6 @@ class Reducer:
         """Whether all ranks have changed alike, so that the wrapper has to make another reducer."""
         self.is_shared = False
         """Whether some parameters are another wrapper's too, so that a backward need not be that of a forward of this one."""
-        self.hook: tuple[Any, CommHook] | None = None
-        """(state, function) that averages buckets in place of an all-reduce."""
         self.totals: Totals | None = None
         """Sums over ranks of the last reduction; None before the first."""
 
@@ -125,86 +125,26 @@ class Reducer:
         self._touched_aside = bytearray()  # which gradients are those that were set aside
         self._unread: tuple[torch.Tensor, torch.Event] | None = None  # words on a device, and when they are there
         self._reset()
-        self._nodes: list[Any] = []  # where gradients of parameters are accumulated
-        self._hooks: list[Any] = []
-        self._hooks_of: list[Any] = []  # by parameter, id -> hook, others' too
-        self._hook_counts: list[int] = []
-        for index, parameter in enumerate(self.parameters):
-            self._listen_to(index, parameter)
+        self._hooks = GradientHooks(parameters, partial(_through, itself, Reducer._on_gradient))
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """All that are reduced, in registration order."""
-        return self.gradients.parameters
-
-    @property
-    def used_by_ranks(self) -> torch.Tensor:
-        """By parameter, how many ranks used it in the last reduction."""
-        return self._riders.used
-
-    @property
-    def storage(self) -> GradientStorage:
-        """The memory that the layout describes."""
-        return self.gradients.storage
+        return self.buckets.gradients.parameters
 
     @property
     def has_rebuilt(self) -> bool:
         """Whether buckets were laid out anew in the order in which gradients come."""
         return self._came is None
 
-    def _listen_to(self, index: int, parameter: torch.nn.Parameter) -> None:
-        trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # one that is frozen now may be thawed later
-        self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
-        # Hooks know the reducer weakly, or parameters would keep it alive and at work when its wrapper is long gone
-        # (test_wrapping_again.py).
-        hook = partial(_on_gradient, weakref.ref(self), index)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._hooks_of.append(parameter._post_accumulate_grad_hooks)
-        parameter.requires_grad_(trained)
-
-    def _be_last_to_hear(self) -> None:
-        """Other hooks on gradients run before those of the reducer, whenever they are registered, as under torch's class."""
-        counts = [*map(len, self._hooks_of)]
-        if counts != self._hook_counts:
-            for hook, others in zip(self._hooks, self._hooks_of, strict=True):
-                if len(others) > 1:
-                    others[hook.id] = others.pop(hook.id)
-            self._hook_counts = counts
-
-    def _lay_out(self, order: Sequence[int]) -> None:
-        """Plan buckets for gradients that come in `order`, and make their memory."""
-        count, sparse = len(self.parameters), self.gradients.sparse
-        self._order = [index for index in order if index not in sparse]
-        riders = Riders.count(count, self._communicator.size)
-        self.layout = plan_layout(self._specs, self._order, self._caps, riders, self._delayed)
-        self._allocate()
-        self._countdown = Countdown(self.layout, count, self._delayed, self._trigger)
-        self.launched: list[int] = [0] * len(self.layout.buckets)
-        """Per bucket, collectives started since the buckets were laid out."""
-        self._await_all()
-
-    def _allocate(self) -> None:
-        """Make the memory that the layout describes."""
-        self.gradients.storage = GradientStorage(self.layout, self.parameters, self._communicator.allocate)
-        self._riders = Riders(self.storage.riders, len(self.parameters), self._communicator)
-        self._on_cpu = self._riders.numbers.device.type == "cpu"
-        self.storage.note_users()
-
-    def _await_all(self) -> None:
-        """No gradient of the coming backward is there yet."""
-        self.phase = Phase.ARMED
-        self._countdown.restart()
-        self._pending: list[Pending] = []
-
     def _rebuild_once(self) -> None:
         """Collective, after the first reduction: lay buckets out in the order in which rank 0's gradients really came."""
         if self._came is None or not self.reductions or self.phase is Phase.COLLECTING or self._communicator.size == 1:
             return
         came, self._came = self._came, None
-        order = self._communicator.broadcast_object(list(dict.fromkeys([*came, *self._order])))
-        if order != self._order:
-            self._lay_out(order)
+        order = self._communicator.broadcast_object(list(dict.fromkeys([*came, *self.buckets.order])))
+        if order != self.buckets.order:
+            self.buckets.lay_out(order)
 
     # ---- what the wrapper calls around a forward
 
@@ -220,7 +160,7 @@ class Reducer:
         self._rebuild_once()
         self.close_what_broke_off()
         self.phase = Phase.ARMED
-        self._be_last_to_hear()
+        self._hooks.be_last()
         self._window.expect(self.parameters, unreached, roots if self.strict else ())
         self.has_started = True
         forward = Forward()
@@ -266,12 +206,7 @@ class Reducer:
         if self.phase is Phase.COLLECTING:
             self._window.answer(forward)
             return
-        new = [torch.autograd.graph.get_gradient_edge(parameter).node for _, parameter in self.changes.new]
-        try:
-            accumulates = any(map(torch._C._will_engine_execute_node, (*self._nodes, *new)))
-        except RuntimeError:  # what it says where autograd.grad was asked for a parameter
-            accumulates = False
-        if accumulates:
+        if self._hooks.backward_leaves_gradients(parameter for _, parameter in self.changes.new):
             self._window.answer(forward)
             self.begin()
 
@@ -283,11 +218,10 @@ class Reducer:
         self.phase = Phase.COLLECTING  # also from LOCAL: a forward under no_sync came after the one whose backward this is
         self._backward = _current_backward()
         self._window.has_graph = torch.is_grad_enabled()
-        if not self.gradients.let_others_keep():
-            self._allocate()
+        self.buckets.leave_to_others()
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._window.unreached:
-            self._mark_ready(index)
+            self.buckets.mark_ready(index, self._window)
 
     def _warn_of_no_sync(self) -> None:
         if self.under_no_sync and self.phase is Phase.ARMED and not self._has_warned:
@@ -315,7 +249,7 @@ class Reducer:
         """
         if empty:
             self.raise_unread()
-            if self.gradients.set_aside():
+            if self.buckets.gradients.set_aside():
                 self._touched_aside = self._window.touched
             self._window.touched = bytearray(len(self.parameters))
         self._rebuild_once()
@@ -325,7 +259,7 @@ class Reducer:
 
     def bring_back(self) -> None:
         """Give the parameters the gradients that they had before this rank took part empty."""
-        if self.gradients.bring_back():
+        if self.buckets.gradients.bring_back():
             self._window.touched = self._touched_aside
 
     def abandon(self, reason: str) -> None:
@@ -345,7 +279,7 @@ class Reducer:
 
     # ---- inside a backward
 
-    def _on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         self._window.touched[index] = 1
         if self.phase is not _COLLECTING:
             if self.phase is Phase.LOCAL and (self.under_no_sync or self._is_local):
@@ -353,11 +287,12 @@ class Reducer:
             self.begin()
         if self._came is not None and not self.reductions:
             self._came.append(index)
-        if self._countdown.is_ready[index]:
-            if self._countdown.has_gone_out(index):
+        countdown = self.buckets.countdown
+        if countdown.is_ready[index]:
+            if countdown.has_gone_out(index):
                 raise self._too_late(index)
         elif _current_backward() == self._backward:
-            self._mark_ready(index)
+            self.buckets.mark_ready(index, self._window)
         # else from a backward inside of this one (reentrant checkpointing): there may come more, until the end of all
 
     def _too_late(self, index: int) -> Exception:
@@ -369,44 +304,12 @@ class Reducer:
             f"(use_reentrant=False). The optimizer has not moved."
         )
 
-    def _mark_ready(self, index: int) -> None:
-        is_full = self._countdown.mark(index)
-        while is_full:
-            is_full = self._launch()
-
-    @torch.no_grad()  # backward(create_graph=True) has gradients enabled
-    def _launch(self) -> bool:
-        """Send the next bucket, whatever it lacks; whether the one behind it is full."""
-        bucket, window = self.layout.buckets[self._countdown.next], self._window
-        is_last = bucket is self.layout.buckets[-1]
-        self.gradients.fill(bucket, window.touched, self._countdown.is_ready)
-        average = self._communicator.averages_in_flight(self._riders.numbers.device)
-        divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
-        if is_last:
-            self._write_riders(scale=self._communicator.size if self.hook is None and not divide_by else 1)
-        if self.hook is None:
-            self._pending.append(start_transfer(self._communicator, self.storage, bucket, divide_by))
-        else:
-            if bucket.slots:
-                is_last_seen = is_last or not self.layout.buckets[bucket.index + 1].slots
-                transfer = start_hooked_transfer(self.hook, self.storage, bucket, is_last_seen, self.parameters)
-                self._pending.append(transfer)
-            if self._on_cpu:
-                # Hooks that start collectives from the future of another (PowerSGD) let gloo's threads pair those of different
-                # buckets: torch's own class aborts there. One bucket at a time is always right (test_comm_hooks.py).
-                self._wait_for_all()
-            if is_last:
-                self._pending.append(self._communicator.all_reduce(self._riders.numbers))
-        self.bytes_reduced += bucket.nbytes
-        self.launched[bucket.index] += 1
-        return self._countdown.advance()
-
     def _write_riders(self, scale: float) -> None:
         window = self._window
         weight, carried = window.weight or (1.0, 0.0)
         strict = self.strict and (window.has_forward or not self.is_shared)
-        word = window.word(self.parameters, self.changes, strict=strict)
-        self._riders.write(window.touched, word, weight, carried, scale)
+        word = window.word(self.parameters, self.changes, strict=strict, number=self._number)
+        self.buckets.riders.write(window.touched, word, weight, carried, scale)
 
     # ---- at the end of a backward
 
@@ -423,14 +326,11 @@ class Reducer:
         if self.phase is not Phase.COLLECTING:
             return
         try:
-            while not self._countdown.is_done:
-                self._launch()
-            self._wait_for_all()
-            self.totals = self._riders.totals()
-            if self._window.weight is not None:
-                self._divide_by(self.totals.weight)
-            self._average_sparse(self.totals.weight)
-            taken = [self._names[index] for index in self.gradients.taken]
+            self.buckets.send_rest(self._window)
+            self._wait_for_futures()
+            self.totals = self.buckets.riders.totals()
+            self.buckets.divide(self._window, self.totals.weight)
+            taken = [self._names[index] for index in self.buckets.gradients.taken]
             self._hand_out()
             self._raise_what_was_said()
             if taken:
@@ -444,53 +344,35 @@ class Reducer:
             self.reductions += 1
             self._reset()
 
-    def _wait_for_all(self) -> None:
-        for pending in (*self._pending, *self._futures):
-            pending.wait()
-        self._pending.clear()
+    def _wait_for_futures(self) -> None:
+        for future in self._futures:
+            future.wait()
         self._futures.clear()
 
-    def _divide_by(self, weight: torch.Tensor) -> None:
-        divided = self._communicator.size if self.hook else 1.0  # a hook has divided by ranks already
-        scale = torch.where(weight > 0, divided / weight, 0.0)
-        for gradients in self.storage.gradients:
-            gradients.mul_(scale)
-
-    def _average_sparse(self, weight: torch.Tensor) -> None:
-        sparse = self.gradients.sparse
-        if not sparse:
-            return
-        scale: float | torch.Tensor = 1.0 / self._communicator.size
-        if self._window.weight is not None:
-            scale = torch.where(weight > 0, 1.0 / weight, 0.0)
-        used = self._riders.used.tolist()
-        parameters = [self.parameters[index] for index in sorted(sparse) if round(used[index])]
-        average_sparse_gradients(self._communicator, parameters, scale)
-
     def _hand_out(self) -> None:
-        window = self._window
+        window, gradients = self._window, self.buckets.gradients
         untouched = window.untouched()
         if window.failure is not None:
-            self.gradients.drop(window.touched)
+            gradients.drop(window.touched)
             return
         if not window.excused:
             self.untouched = untouched if self.untouched is None else self.untouched
             self.is_static &= untouched == self.untouched
-        users = self._riders.used[untouched].tolist() if untouched else []
-        self.gradients.hand_out(untouched, {index for index, count in zip(untouched, users, strict=True) if not count})
+        users = self.buckets.riders.used[untouched].tolist() if untouched else []
+        gradients.hand_out(untouched, {index for index, count in zip(untouched, users, strict=True) if not count})
         if window.has_graph:
-            self.gradients.refuse_derivatives()
+            gradients.refuse_derivatives()
 
     def _raise_what_was_said(self) -> None:
         window = self._window
         by_all = 0 not in window.touched and window.failure is None and not self.changes
-        if not self._on_cpu and window.weight is None and by_all:
+        if not self.buckets.on_cpu and window.weight is None and by_all:
             # Reading now would make the host wait for the whole backward; a copy is read at the next forward.
-            words = self._riders.words.clone()
+            words = self.buckets.riders.words.clone()
             self._unread = words, torch.Event(words.device)
             self._unread[1].record()
         else:
-            self._raise_for(self._riders.words, self.reductions)
+            self._raise_for(self.buckets.riders.words, self.reductions)
 
     def raise_unread(self) -> None:
         """Collective where it raises. What the last reduction said, where nobody has read it yet."""
@@ -502,17 +384,18 @@ class Reducer:
     def _raise_for(self, words: torch.Tensor, reduction: int) -> None:
         training = partial(states_in_training, self._names, self.parameters, self.changes)
         lacking = partial(self._window.lacking_by_name, self._names, self.parameters)
+        evidence = Evidence(self._number, self._window.failure, training, lacking)
         try:
-            raise_what_was_said(words, reduction, self._communicator, Evidence(self._window.failure, training, lacking))
+            raise_what_was_said(words, reduction, self._communicator, evidence)
         except Exception as error:
             self.error = str(error)
             raise
 
     def _reset(self) -> None:
         """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""
-        self._await_all()
+        self.phase = Phase.ARMED
+        self.buckets.restart()
         self._window = Window(bytearray(len(self.parameters)))
-        self.gradients.forget()
 
     # ---- when the model has changed
 
@@ -525,7 +408,7 @@ class Reducer:
             return
         parameters = [parameter for _, parameter in self.changes.new]
         specs = [ParameterSpec.of(name, parameter) for name, parameter in self.changes.new]
-        late = Reducer(parameters, specs, self._communicator, self._caps, as_views=False, strict=self.strict)
+        late = Reducer(parameters, specs, self._communicator, self.buckets.caps, as_views=False, strict=self.strict)
         late._window.touched = bytearray(parameter.grad is not None for parameter in parameters)
         late._window.weight, late._window.excused = self._window.weight, self._window.excused
         late.phase = Phase.COLLECTING
@@ -536,8 +419,8 @@ class Reducer:
 
     def take_over(self, other: "Reducer") -> None:
         """Go on counting where `other` ends, which no longer fits the model."""
-        self.reductions, self.totals, self.hook = other.reductions, other.totals, other.hook
-        self.bytes_reduced = other.bytes_reduced
+        self.reductions, self.totals = other.reductions, other.totals
+        self.buckets.hook, self.buckets.bytes_reduced = other.buckets.hook, other.buckets.bytes_reduced
         self.is_shared = other.is_shared
         self.under_no_sync, self._has_warned = other.under_no_sync, other._has_warned
         self._came, self.has_started = None, other.has_started
@@ -547,11 +430,11 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Let go of the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
 
 
-def _on_gradient(reducer: "weakref.ref[Reducer]", index: int, parameter: torch.Tensor) -> None:
+def _through(reducer: "weakref.ref[Reducer]", method: Callable[..., None], *arguments: Any) -> None:
+    """Call a method of a reducer that is known weakly, if it still lives."""
     living = reducer()
     if living is not None:
-        living._on_gradient(index)
+        method(living, *arguments)

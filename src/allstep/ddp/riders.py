@@ -62,6 +62,8 @@ class Totals:
 class Evidence:
     """What this rank can tell the others where the words do not agree; asked for only then."""
 
+    wrapper: int
+    """The number of the wrapper whose gradients it brought."""
     failure: str | None
     """Why it could not bring its gradients."""
     training: Callable[[], Mapping[str, str]]
@@ -139,7 +141,9 @@ def raise_what_was_said(said: torch.Tensor, reduction: int, communicator: Commun
         told = "; ".join(f"rank {rank}: {reasons[rank]}" for rank in failed)
         raise RankFailedError(f"Rank {communicator.rank} stops because another rank failed: {told}")
     if len(set(training) - {0}) > 1:
-        states = communicator.all_gather_object(dict(evidence.training()))
+        wrappers, states = zip(*communicator.all_gather_object((evidence.wrapper, dict(evidence.training()))), strict=True)
+        if len(set(wrappers)) > 1:
+            raise ReplicaError(_wrappers_message(communicator.rank, wrappers))
         raise ReplicaError(f"The ranks do not train the same parameters: {first_difference_in_training(states)}")
     skipped = _ranks_that_skipped(forwards)
     if skipped:
@@ -149,6 +153,15 @@ def raise_what_was_said(said: torch.Tensor, reduction: int, communicator: Commun
         raise RankFailedError(_repeated_message(communicator.rank, reduction, repeated))
     if Status.LACKS_GRADIENTS in statuses:
         raise UnusedParametersError(unused_message(communicator.all_gather_object(dict(evidence.lacking()))))
+
+
+def _wrappers_message(rank: int, wrappers: Sequence[int]) -> str:
+    brought = ", ".join(f"rank {other} those of wrapper {wrapper}" for other, wrapper in enumerate(wrappers))
+    return (
+        f"Rank {rank}: the ranks brought gradients of different wrappers to one reduction: {brought} (counted from 1 in the "
+        f"order in which they were made). Call backward() of several wrapped models in the same order, and equally often, on "
+        f"every rank; or wrap them as one module. The optimizer has not moved."
+    )
 
 
 def _ranks_that_skipped(forwards: Sequence[int]) -> list[int]:

@@ -42,7 +42,7 @@ class _ReducerSurface:
         return False
 
     def _get_local_used_map(self) -> torch.Tensor:
-        return self._wrapper._reducer.used_by_ranks.round().to(torch.int32)
+        return self._wrapper._reducer.buckets.riders.used.round().to(torch.int32)
 
     def _ddp_graph_static(self) -> bool:
         return self._wrapper._reducer.is_static
@@ -193,7 +193,7 @@ class TorchSurface:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts of this wrapper under torch's names; times are not taken."""
-        parameters, layout = self._reducer.parameters, self._reducer.layout
+        parameters, layout = self._reducer.parameters, self._reducer.buckets.layout
         sizes = ", ".join(str(bucket.gradients * bucket.itemsize) for bucket in layout.buckets if bucket.slots)
         has_rebuilt = self._reducer.has_rebuilt
         error = self._reducer.error or self._error

@@ -76,14 +76,14 @@ class Window:
         """Parameters without a gradient."""
         return _zeros(self.touched)
 
-    def word(self, parameters: Sequence[torch.Tensor], changes: Changes, *, strict: bool) -> Word:
-        """What to tell the other ranks; with `strict`, of parameters that lack a gradient too."""
+    def word(self, parameters: Sequence[torch.Tensor], changes: Changes, *, strict: bool, number: int) -> Word:
+        """What to tell the other ranks of wrapper `number`; with `strict`, of parameters that lack a gradient too."""
         if strict and not self.excused:
             excused = self.unreached | changes.gone  # frozen when the forward ran, or not there any more
             self.lacking = [i for i in self.untouched() if parameters[i].requires_grad and i not in excused]
         status = Status.FAILED if self.failure else Status.LACKS_GRADIENTS if self.lacking else Status.WELL
         forwards = 0 if self.excused else 2 * (1 + len(self.unanswered)) + self.is_first
-        return Word(status, forwards, signature(self.trained or bytes(map(_REQUIRES_GRAD, parameters)), changes))
+        return Word(status, forwards, signature(self.trained or bytes(map(_REQUIRES_GRAD, parameters)), changes, number))
 
     def lacking_by_name(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> Mapping[str, bool]:
         """The parameters that lack a gradient here; True where the forward used them."""

@@ -1,0 +1,150 @@
+"""The buckets of one model: laid out, filled as gradients come, sent in fixed order, and waited for."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from allstep.comm.communicator import Communicator, Pending
+from allstep.ddp.buffers import GradientStorage
+from allstep.ddp.comm_hooks import CommHook
+from allstep.ddp.countdown import Countdown
+from allstep.ddp.gradients import Gradients
+from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from allstep.ddp.riders import Riders
+from allstep.ddp.sparse import average_sparse_gradients
+from allstep.ddp.transfers import start_hooked_transfer, start_transfer
+from allstep.ddp.window import Window
+
+__all__ = ["Buckets"]
+
+
+class Buckets:
+    """Gradients of `parameters`, and the collectives that average them.
+
+    Args:
+        parameters: the trainable parameters, in registration order; the same on every rank.
+        specs: what they are, in the same order.
+        communicator: the ranks to average over.
+        caps: how large buckets may be.
+        write_riders: puts this rank's numbers behind the last bucket, times a scale, just before that is sent.
+        as_views: leave gradients as views of the flat storage; otherwise copy them back into tensors of their own.
+        sparse: indices of parameters whose gradients are sparse; those lie in no bucket.
+        delayed: indices of parameters to reduce behind all others, in buckets of their own.
+        trigger: index of a parameter; the delayed ones are not reduced before its gradient has come.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        communicator: Communicator,
+        caps: BucketCaps,
+        write_riders: Callable[[float], None],
+        *,
+        as_views: bool,
+        sparse: Collection[int] = (),
+        delayed: Collection[int] = (),
+        trigger: int | None = None,
+    ) -> None:
+        self.gradients = Gradients(parameters, as_views=as_views, sparse=sparse)
+        self.caps = caps
+        self._specs, self._communicator, self._write_riders = list(specs), communicator, write_riders
+        self._delayed, self._trigger = frozenset(delayed), trigger
+        self.bytes_reduced = 0
+        """Of all buckets since the start."""
+        self.hook: tuple[Any, CommHook] | None = None
+        """(state, function) that averages buckets in place of an all-reduce."""
+        self.layout: BucketLayout
+        """Which gradient lies where in which bucket."""
+        self.riders: Riders
+        """The numbers behind the last bucket."""
+        self._pending: list[Pending] = []
+        self.lay_out(range(len(parameters) - 1, -1, -1))  # gradients usually come in reverse registration order
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Plan buckets for gradients that come in `order`, and make their memory."""
+        count, sparse = len(self._specs), self.gradients.sparse
+        self.order = [index for index in order if index not in sparse]
+        riders = Riders.count(count, self._communicator.size)
+        self.layout = plan_layout(self._specs, self.order, self.caps, riders, self._delayed)
+        self._allocate()
+        self.countdown = Countdown(self.layout, count, self._delayed, self._trigger)
+        self.launched: list[int] = [0] * len(self.layout.buckets)
+        """Per bucket, collectives started since the buckets were laid out."""
+
+    def _allocate(self) -> None:
+        """Make the memory that the layout describes."""
+        parameters = self.gradients.parameters
+        self.gradients.storage = GradientStorage(self.layout, parameters, self._communicator.allocate)
+        self.riders = Riders(self.gradients.storage.riders, len(parameters), self._communicator)
+        self.on_cpu = self.riders.numbers.device.type == "cpu"
+        self.gradients.storage.note_users()
+
+    def leave_to_others(self) -> None:
+        """Before gradients come: what somebody still holds of those of before is not written over."""
+        if not self.gradients.let_others_keep():
+            self._allocate()
+
+    def restart(self) -> None:
+        """No gradient of the coming backward is there yet."""
+        self.countdown.restart()
+        self._pending = []
+        self.gradients.forget()
+
+    def mark_ready(self, index: int, window: Window) -> None:
+        """The gradient of a parameter is final; send the buckets that are full by that."""
+        is_full = self.countdown.mark(index)
+        while is_full:
+            is_full = self._send_next(window)
+
+    def send_rest(self, window: Window) -> None:
+        """Send what has not gone out, whatever it lacks, and wait for all."""
+        while not self.countdown.is_done:
+            self._send_next(window)
+        self._wait()
+
+    @torch.no_grad()  # backward(create_graph=True) has gradients enabled
+    def _send_next(self, window: Window) -> bool:
+        """Send the next bucket, whatever it lacks; whether the one behind it is full."""
+        bucket, storage = self.layout.buckets[self.countdown.next], self.gradients.storage
+        is_last = bucket is self.layout.buckets[-1]
+        self.gradients.fill(bucket, window.touched, self.countdown.is_ready)
+        average = self._communicator.averages_in_flight(self.riders.numbers.device)
+        divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
+        if is_last:
+            self._write_riders(self._communicator.size if self.hook is None and not divide_by else 1)
+        if self.hook is None:
+            self._pending.append(start_transfer(self._communicator, storage, bucket, divide_by))
+        else:
+            if bucket.slots:
+                is_last_seen = is_last or not self.layout.buckets[bucket.index + 1].slots
+                transfer = start_hooked_transfer(self.hook, storage, bucket, is_last_seen, self.gradients.parameters)
+                self._pending.append(transfer)
+            if self.on_cpu:
+                # Hooks that start collectives from the future of another (PowerSGD) let gloo's threads pair those of different
+                # buckets: torch's own class aborts there. One bucket at a time is always right (test_comm_hooks.py).
+                self._wait()
+            if is_last:
+                self._pending.append(self._communicator.all_reduce(self.riders.numbers))
+        self.bytes_reduced += bucket.nbytes
+        self.launched[bucket.index] += 1
+        return self.countdown.advance()
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+    def divide(self, window: Window, weight: torch.Tensor) -> None:
+        """Collective. Where the caller weighs: divide the sums by `weight`, that of all ranks; and average sparse gradients."""
+        scale: float | torch.Tensor = 1.0 / self._communicator.size
+        if window.weight is not None:
+            divided = self._communicator.size if self.hook else 1.0  # a hook has divided by ranks already
+            for gradients in self.gradients.storage.gradients:
+                gradients.mul_(torch.where(weight > 0, divided / weight, 0.0))
+            scale = torch.where(weight > 0, 1.0 / weight, 0.0)
+        if self.gradients.sparse:
+            used = self.riders.used.tolist()
+            sparse = [self.gradients.parameters[index] for index in sorted(self.gradients.sparse) if round(used[index])]
+            average_sparse_gradients(self._communicator, sparse, scale)

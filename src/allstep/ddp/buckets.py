@@ -92,11 +92,10 @@ class Buckets:
         self._pending = []
         self.gradients.forget()
 
-    def mark_ready(self, index: int, window: Window) -> None:
-        """The gradient of a parameter is final; send the buckets that are full by that."""
-        is_full = self.countdown.mark(index)
-        while is_full:
-            is_full = self._send_next(window)
+    def send_full(self, window: Window) -> None:
+        """The next bucket is full: send it, and those behind it that are."""
+        while self._send_next(window):
+            pass
 
     def send_rest(self, window: Window) -> None:
         """Send what has not gone out, whatever it lacks, and wait for all."""

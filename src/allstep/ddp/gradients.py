@@ -1,7 +1,9 @@
 """The gradients that parameters hold, and their places in flat storage: in before the collectives, out after them."""
 
+import operator
 import sys
 from collections.abc import Collection, Sequence
+from itertools import repeat
 
 import torch
 
@@ -12,15 +14,7 @@ from allstep.ddp.second_order import refusing_derivatives
 __all__ = ["Gradients"]
 
 _ADDRESS = torch.Tensor.data_ptr
-
-
-class _Place:
-    """A parameter and the tensor over its piece of storage."""
-
-    __slots__ = ("index", "parameter", "view")
-
-    def __init__(self, index: int, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-        self.index, self.parameter, self.view = index, parameter, view
+_GRAD = operator.attrgetter("grad")
 
 
 class Gradients:
@@ -57,9 +51,9 @@ class Gradients:
     def storage(self, storage: GradientStorage) -> None:
         """Gradients that lie in the storage of before move into the new one."""
         before, self._storage = self._storage, storage
-        self._places = [
-            [_Place(i, self.parameters[i], storage.views[i]) for i in bucket.parameters] for bucket in storage.layout.buckets
-        ]
+        buckets = storage.layout.buckets
+        self._parameters_of = [[self.parameters[index] for index in bucket.parameters] for bucket in buckets]
+        self._views_of = [[storage.views[index] for index in bucket.parameters] for bucket in buckets]
         self._view_addresses = [*map(_ADDRESS, storage.views)]
         self._references = max(map(sys.getrefcount, storage.views), default=0)  # of each one that is nobody's gradient
         if before is not None:
@@ -84,17 +78,13 @@ class Gradients:
         if not self.as_views:
             return True
         if max(map(sys.getrefcount, self.storage.views), default=0) > self._references:
-            for places in self._places:
-                for place in places:
-                    self._give_away(place)
+            for bucket, views in zip(self.storage.layout.buckets, self._views_of, strict=True):
+                for at, index in enumerate(bucket.parameters):
+                    # one more reference is the argument's own
+                    if sys.getrefcount(views[at]) > self._references and self.parameters[index].grad is not views[at]:
+                        views[at].data = views[at].clone()
+                        views[at] = self.storage.renew_view(index)
         return not self.storage.has_other_users()
-
-    def _give_away(self, place: "_Place") -> None:
-        view = place.view
-        references = sys.getrefcount(view) - 1  # one is that of `view` here
-        if references > self._references and place.parameter.grad is not view:
-            place.view = self.storage.renew_view(place.index)
-            view.data = view.clone()
 
     def fill(self, bucket: Bucket, touched: bytearray, ready: bytearray) -> None:
         """Bring the gradients of a bucket into storage; what is not there counts as zeros.
@@ -108,30 +98,43 @@ class Gradients:
         """
         if 0 in touched:
             self._keep(bucket, touched)
-        views, fresh = [], []
-        for place in self._places[bucket.index]:
-            parameter, view = place.parameter, place.view
-            gradient = parameter.grad
-            if gradient is view:
-                if view.data_ptr() == self._view_addresses[place.index]:
-                    continue
-                place.view = view = self.storage.renew_view(place.index)  # somebody gave it other memory: `.data = ` does
-            elif gradient is None:
-                view.zero_()
-                if ready[place.index] and touched[place.index]:
-                    self.taken.append(place.index)
-                continue
-            views.append(view)
-            fresh.append(gradient)
-            if self.as_views:
+        parameters, views = self._parameters_of[bucket.index], self._views_of[bucket.index]
+        gradients = [*map(_GRAD, parameters)]
+        if any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None))):
+            views, gradients = self._fill_one_by_one(bucket, touched, ready)
+        elif self.as_views:
+            for parameter, view in zip(parameters, views, strict=True):
                 parameter.grad = view
         if views:
             try:
-                torch._foreach_copy_(views, fresh)
+                torch._foreach_copy_(views, gradients)
             except RuntimeError:
-                if all(gradient.layout is torch.strided for gradient in fresh):
+                if all(gradient.layout is torch.strided for gradient in gradients):
                     raise
-                raise self._sparse_error(bucket, views, fresh) from None
+                raise self._sparse_error(bucket, views, gradients) from None
+
+    def _fill_one_by_one(
+        self, bucket: Bucket, touched: bytearray, ready: bytearray
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where some lie in storage already, or are not there: the others, and their places."""
+        places, fresh = [], []
+        views = self._views_of[bucket.index]
+        for at, (index, parameter) in enumerate(zip(bucket.parameters, self._parameters_of[bucket.index], strict=True)):
+            gradient, view = parameter.grad, views[at]
+            if gradient is None:
+                view.zero_()
+                if ready[index] and touched[index]:
+                    self.taken.append(index)
+                continue
+            if gradient is view:
+                if view.data_ptr() == self._view_addresses[index]:
+                    continue
+                views[at] = view = self.storage.renew_view(index)  # somebody gave it other memory: `.data = ` does
+            places.append(view)
+            fresh.append(gradient)
+            if self.as_views:
+                parameter.grad = view
+        return places, fresh
 
     def _keep(self, bucket: Bucket, touched: bytearray) -> None:
         for index in bucket.parameters:

@@ -221,7 +221,8 @@ class Reducer:
         self.buckets.leave_to_others()
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._window.unreached:
-            self.buckets.mark_ready(index, self._window)
+            if self.buckets.countdown.mark(index):
+                self.buckets.send_full(self._window)
 
     def _warn_of_no_sync(self) -> None:
         if self.under_no_sync and self.phase is Phase.ARMED and not self._has_warned:
@@ -280,7 +281,8 @@ class Reducer:
     # ---- inside a backward
 
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
-        self._window.touched[index] = 1
+        window = self._window
+        window.touched[index] = 1
         if self.phase is not _COLLECTING:
             if self.phase is Phase.LOCAL and (self.under_no_sync or self._is_local):
                 return
@@ -291,8 +293,8 @@ class Reducer:
         if countdown.is_ready[index]:
             if countdown.has_gone_out(index):
                 raise self._too_late(index)
-        elif _current_backward() == self._backward:
-            self.buckets.mark_ready(index, self._window)
+        elif _current_backward() == self._backward and countdown.mark(index):
+            self.buckets.send_full(window)
         # else from a backward inside of this one (reentrant checkpointing): there may come more, until the end of all
 
     def _too_late(self, index: int) -> Exception:

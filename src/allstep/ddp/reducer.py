@@ -141,10 +141,13 @@ class Reducer:
         """Collective, after the first reduction: lay buckets out in the order in which rank 0's gradients really came."""
         if self._came is None or not self.reductions or self.phase is Phase.COLLECTING or self._communicator.size == 1:
             return
-        came, self._came = self._came, None
-        order = self._communicator.broadcast_object(list(dict.fromkeys([*came, *self.buckets.order])))
-        if order != self.buckets.order:
-            self.buckets.lay_out(order)
+        sparse = self.buckets.gradients.sparse
+        came, self._came = [index for index in self._came if index not in sparse], None
+        seen, device = list(dict.fromkeys([*came, *self.buckets.order])), self.buckets.riders.numbers.device
+        order = torch.tensor(seen, dtype=torch.int64, device=device)
+        self._communicator.broadcast([order])
+        if order.tolist() != self.buckets.order:
+            self.buckets.lay_out(order.tolist())
 
     # ---- what the wrapper calls around a forward
 

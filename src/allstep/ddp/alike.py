@@ -80,8 +80,9 @@ class Structure:
 def find_changes(module: nn.Module, ignored: Collection[str], index_of: Mapping[int, int]) -> Changes:
     """Compare `module` as it is now with the parameters in `index_of` (`id` -> index)."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
-    trained = [(name, p) for name, p in named if p.requires_grad and p.is_leaf]  # functional_call puts others in their place
-    new = tuple((name, parameter) for name, parameter in trained if id(parameter) not in index_of)
+    if not all(parameter.is_leaf for _, parameter in named):
+        return Changes()  # functional_call has put others in their place, for one forward
+    new = tuple((name, parameter) for name, parameter in named if parameter.requires_grad and id(parameter) not in index_of)
     missing = index_of.keys() - {id(parameter) for _, parameter in named}
     return Changes(new, frozenset(index_of[identity] for identity in missing))
 

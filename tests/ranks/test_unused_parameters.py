@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from allstep import DistributedDataParallel
+from allstep.ddp import unused
 
 
 class Experts(nn.Module):
@@ -173,3 +174,27 @@ def test_a_backward_that_breaks_off_on_all_ranks_alike_does_not_disturb_the_next
     (first, gradient), (second, other) = ranks.run(abandoned, [0, 1], [2, 2])
     assert first == second == ["own error", "fine"]
     assert torch.equal(gradient, other)
+
+
+def walks(rank, size, options):
+    """How often a graph is walked in two steps that use all parameters."""
+    counted, original = [], unused._nodes
+
+    def nodes(roots):
+        counted.append(1)
+        return original(roots)
+
+    unused._nodes = nodes
+    try:
+        model = DistributedDataParallel(Experts(), **options)
+        for _ in range(2):
+            model(batch(rank), [0, 1, 2]).sum().backward()
+    finally:
+        unused._nodes = original
+    return len(counted)
+
+
+def test_the_graph_is_walked_with_the_flag_on_and_never_without(ranks):
+    for options in ({}, {"find_unused_parameters": None}, {"static_graph": True}):
+        assert ranks.run(walks, options) == [0, 0]
+    assert min(ranks.run(walks, {"find_unused_parameters": True})) >= 2

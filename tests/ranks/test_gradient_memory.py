@@ -240,3 +240,34 @@ def test_gradients_that_a_hook_takes_away_are_missed_by_name(ranks):
         assert "the gradients of second.weight, second.bias came in this backward and were gone" in word or (
             "second.bias, second.weight" in word
         )
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.always(x) + (self.sometimes(x) if both else 0)
+
+
+def set_to_none(rank, size, takes_away, flag):
+    """A window whose first part uses a layer; some ranks then take that gradient away; the last part does not use it."""
+    net = Optional()
+    model = DistributedDataParallel(net, find_unused_parameters=flag)
+    with model.no_sync():
+        model(torch.full((1, 4), rank + 1.0), True).sum().backward()
+    for parameter in net.sometimes.parameters() if rank in takes_away else ():
+        parameter.grad = None
+    model(torch.full((1, 4), rank + 1.0), False).sum().backward()
+    return gradients_of(net)
+
+
+@pytest.mark.parametrize("flag", [True, None])
+@pytest.mark.parametrize("takes_away", [[0, 1], [1]], ids=["all", "one"])
+def test_a_gradient_that_the_loop_takes_away_between_backwards_counts_as_none(ranks, takes_away, flag):
+    first, second = ranks.run(set_to_none, takes_away, flag)
+    expected = None if takes_away == [0, 1] else torch.full((2, 4), 0.5)  # rank 0's ones and no gradient of rank 1
+    assert_mean([{"weight": each["sometimes.weight"]} for each in (first, second)], {"weight": expected})
+    assert_mean([{"weight": each["always.weight"]} for each in (first, second)], {"weight": torch.full((2, 4), 3.0)})

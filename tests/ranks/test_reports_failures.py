@@ -1,6 +1,6 @@
 """Backwards that break off, batches that are skipped: all ranks go on right, or all hear who did not."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -195,6 +195,31 @@ def test_an_exception_on_some_ranks_is_told_to_the_others_and_all_go_on_in_step(
             assert what in told
     for step in (0, 2, 3):
         assert_mean([found[step] for _, found in results], reference(step, 4))
+
+
+def try_again(rank, size, options):
+    """The last forward of a window breaks off on every rank, and is run again: what was accumulated before it counts."""
+    net = Deep()
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-5, **options)
+    seen = []
+    for step in range(3):
+        with model.no_sync():
+            step_of(model, rank, step + 50)
+        with suppress(BadSampleError):
+            step_of(model, rank, step, "forward" if step == 1 else "")
+        if step == 1:
+            step_of(model, rank, step)
+        seen.append(gradients_of(net))
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=["views", "copies"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_forward_that_all_ranks_run_again_loses_nothing_of_its_window(ranks, size, options):
+    results = ranks.run(try_again, options) if size == 2 else [try_again(0, 1, options)]
+    for step in range(3):
+        assert_mean([seen[step] for seen in results], reference(step, size, accumulated=True))
 
 
 def at_the_output(rank, size):

@@ -108,7 +108,7 @@ class Buckets:
         """Send the next bucket, whatever it lacks; whether the one behind it is full."""
         bucket, storage = self.layout.buckets[self.countdown.next], self.gradients.storage
         is_last = bucket is self.layout.buckets[-1]
-        self.gradients.fill(bucket, window.touched, self.countdown.is_ready)
+        self.gradients.fill(bucket, window.touched, self.countdown.is_ready, window.unreached)
         average = self._communicator.averages_in_flight(self.riders.numbers.device)
         divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
         if is_last:

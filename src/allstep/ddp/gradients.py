@@ -86,12 +86,14 @@ class Gradients:
                         views[at] = self.storage.renew_view(index)
         return not self.storage.has_other_users()
 
-    def fill(self, bucket: Bucket, touched: bytearray, ready: bytearray) -> None:
+    def fill(self, bucket: Bucket, touched: bytearray, ready: bytearray, unreached: Collection[int]) -> None:
         """Bring the gradients of a bucket into storage; what is not there counts as zeros.
 
         Args:
-            touched: by parameter, 1 where this backward, or the window that it ends, has made the gradient.
+            touched: by parameter, 1 where this backward, or the window that it ends, has made the gradient; cleared of one
+                that the loop has taken away between backwards.
             ready: by parameter, 1 where this backward has, or where none is expected.
+            unreached: those of which none is expected.
 
         Raises:
             RuntimeError: a gradient is sparse, of a parameter that was not known to have such.
@@ -101,7 +103,7 @@ class Gradients:
         parameters, views = self._parameters_of[bucket.index], self._views_of[bucket.index]
         gradients = [*map(_GRAD, parameters)]
         if any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None))):
-            views, gradients = self._fill_one_by_one(bucket, touched, ready)
+            views, gradients = self._fill_one_by_one(bucket, touched, ready, unreached)
         elif self.as_views:
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.grad = view
@@ -114,7 +116,7 @@ class Gradients:
                 raise self._sparse_error(bucket, views, gradients) from None
 
     def _fill_one_by_one(
-        self, bucket: Bucket, touched: bytearray, ready: bytearray
+        self, bucket: Bucket, touched: bytearray, ready: bytearray, unreached: Collection[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where some lie in storage already, or are not there: the others, and their places."""
         places, fresh = [], []
@@ -123,8 +125,10 @@ class Gradients:
             gradient, view = parameter.grad, views[at]
             if gradient is None:
                 view.zero_()
-                if ready[index] and touched[index]:
+                if touched[index] and ready[index] and index not in unreached:
                     self.taken.append(index)
+                else:
+                    touched[index] = 0
                 continue
             if gradient is view:
                 if view.data_ptr() == self._view_addresses[index]:

@@ -180,11 +180,15 @@ class Reducer:
 
         This rank has had its own error, so it goes on, with the others, in the step after that one.
         """
-        if self.phase is Phase.COLLECTING:
-            self._window.broken = "its last backward did not come to its end"
-        if self._window.broken is not None:
-            with suppress(RankFailedError):
-                self.abandon(self._window.broken)
+        with suppress(RankFailedError):
+            if self.phase is Phase.COLLECTING:
+                self.abandon("its last backward did not come to its end")
+            elif self._window.broken is not None:
+                self._window.failure = self._window.broken
+                try:
+                    self.take_part(empty=True)
+                finally:
+                    self.bring_back()  # a forward has left nothing: what was accumulated before it is still right
 
     def disarm(self) -> None:
         """Keep the gradients of the next backward on this rank."""

@@ -20,14 +20,12 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """Gradients of `parameters`, and the collectives that average them.
+    """Gradients of some parameters, and the collectives that average them.
 
     Args:
-        parameters: the trainable parameters, in registration order; the same on every rank.
-        specs: what they are, in the same order.
+        named: name and parameter of all that can be trained, in registration order; the same on every rank.
         communicator: the ranks to average over.
         caps: how large buckets may be.
-        write_riders: puts this rank's numbers behind the last bucket, times a scale, just before that is sent.
         as_views: leave gradients as views of the flat storage; otherwise copy them back into tensors of their own.
         sparse: indices of parameters whose gradients are sparse; those lie in no bucket.
         delayed: indices of parameters to reduce behind all others, in buckets of their own.
@@ -36,20 +34,20 @@ class Buckets:
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
-        specs: Sequence[ParameterSpec],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
         communicator: Communicator,
         caps: BucketCaps,
-        write_riders: Callable[[float], None],
         *,
         as_views: bool,
         sparse: Collection[int] = (),
         delayed: Collection[int] = (),
         trigger: int | None = None,
     ) -> None:
-        self.gradients = Gradients(parameters, as_views=as_views, sparse=sparse)
+        self.gradients = Gradients([parameter for _, parameter in named], as_views=as_views, sparse=sparse)
         self.caps = caps
-        self._specs, self._communicator, self._write_riders = list(specs), communicator, write_riders
+        self._specs, self._communicator = [ParameterSpec.of(name, parameter) for name, parameter in named], communicator
+        self.write_riders: Callable[[float], None]
+        """Puts this rank's numbers behind the last bucket, times a scale, just before that is sent; the reducer's."""
         self._delayed, self._trigger = frozenset(delayed), trigger
         self.bytes_reduced = 0
         """Of all buckets since the start."""
@@ -60,7 +58,7 @@ class Buckets:
         self.riders: Riders
         """The numbers behind the last bucket."""
         self._pending: list[Pending] = []
-        self.lay_out(range(len(parameters) - 1, -1, -1))  # gradients usually come in reverse registration order
+        self.lay_out(range(len(named) - 1, -1, -1))  # gradients usually come in reverse registration order
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Plan buckets for gradients that come in `order`, and make their memory."""
@@ -112,7 +110,7 @@ class Buckets:
         average = self._communicator.averages_in_flight(self.riders.numbers.device)
         divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
         if is_last:
-            self._write_riders(self._communicator.size if self.hook is None and not divide_by else 1)
+            self.write_riders(self._communicator.size if self.hook is None and not divide_by else 1)
         if self.hook is None:
             self._pending.append(start_transfer(self._communicator, storage, bucket, divide_by))
         else:

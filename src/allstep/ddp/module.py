@@ -22,11 +22,12 @@ from allstep.ddp.arguments import (
     group_of,
     input_device,
 )
+from allstep.ddp.buckets import Buckets
 from allstep.ddp.comm_hooks import builtin_hook
 from allstep.ddp.compiling import keep_engine_out_of_graphs
 from allstep.ddp.in_backward import take_over_optimizers
 from allstep.ddp.join import UnevenInputs
-from allstep.ddp.layout import BucketLayout, ParameterSpec
+from allstep.ddp.layout import BucketLayout
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, mark_parameters, reduce_in
 from allstep.ddp.reducer import Reducer
 from allstep.ddp.riders import Totals
@@ -165,18 +166,18 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         index_of_name = {name: index for index, (name, _) in enumerate(named)}
         delayed, trigger = self._delayed
         self._structure = Structure(self.module, self._ignored | self._lent_names(), self._index_of)
-        self._reducer = Reducer(
-            [parameter for _, parameter in named],
-            [ParameterSpec.of(name, parameter) for name, parameter in named],
-            self._communicator.channel(at_once=at_once),
+        communicator = self._communicator.channel(at_once=at_once)
+        buckets = Buckets(
+            named,
+            communicator,
             self._caps,
             as_views=self.gradient_as_bucket_view,
-            strict=self.find_unused_parameters is False and not self.static_graph,
             sparse=[self._index_of[identity] for identity in sparse_parameters(self.module) & self._index_of.keys()],
             delayed=[index_of_name[name] for name in delayed if name in index_of_name],
             trigger=index_of_name.get(trigger),
-            number=self._number,
         )
+        strict = self.find_unused_parameters is False and not self.static_graph
+        self._reducer = Reducer(buckets, list(index_of_name), communicator, strict=strict, number=self._number)
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Name and parameter of all that is reduced, in registration order."""

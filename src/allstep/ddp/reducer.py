@@ -25,7 +25,6 @@ from allstep.comm.communicator import Communicator
 from allstep.ddp.alike import Changes, states_in_training
 from allstep.ddp.buckets import Buckets
 from allstep.ddp.in_backward import step_in_backward
-from allstep.ddp.layout import BucketCaps, ParameterSpec
 from allstep.ddp.listening import GradientHooks
 from allstep.ddp.riders import Evidence, Totals, raise_what_was_said
 from allstep.ddp.unused import taken_message, unexpected_message
@@ -48,50 +47,25 @@ _current_backward = torch._C._current_graph_task_id
 
 
 class Reducer:
-    """Averages the gradients of `parameters` over the ranks of `communicator`, overlapped with backward.
+    """Averages the gradients in `buckets` over the ranks of `communicator`, overlapped with backward.
 
     Args:
-        parameters: the trainable parameters, in registration order; the same on every rank.
-        specs: what they are, in the same order.
+        buckets: the gradients, and how they are sent.
+        names: of the parameters, in registration order.
         communicator: the ranks to average over.
-        caps: how large buckets may be.
-        as_views: leave gradients as views of the flat storage; otherwise copy them back into tensors of their own.
         strict: a parameter without a gradient is an error; otherwise a rank without one takes part with zeros.
-        sparse: indices of parameters whose gradients are sparse; those lie in no bucket.
-        delayed: indices of parameters to reduce behind all others, in buckets of their own.
-        trigger: index of a parameter; the delayed ones are not reduced before its gradient has come.
         number: that of the wrapper, equal on all ranks; gradients of different wrappers are not averaged with each other.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        specs: Sequence[ParameterSpec],
-        communicator: Communicator,
-        caps: BucketCaps,
-        *,
-        as_views: bool,
-        strict: bool,
-        sparse: Collection[int] = (),
-        delayed: Collection[int] = (),
-        trigger: int | None = None,
-        number: int = 0,
+        self, buckets: Buckets, names: Sequence[str], communicator: Communicator, *, strict: bool, number: int = 0
     ) -> None:
         itself = weakref.ref(self)
-        self.buckets = Buckets(
-            parameters,
-            specs,
-            communicator,
-            caps,
-            partial(_through, itself, Reducer._write_riders),
-            as_views=as_views,
-            sparse=sparse,
-            delayed=delayed,
-            trigger=trigger,
-        )
+        self.buckets = buckets
+        buckets.write_riders = partial(_through, itself, Reducer._write_riders)
         self.strict = strict
         self._number = number
-        self._names = [spec.name for spec in specs]
+        self._names = list(names)
         self._communicator = communicator
         self._came: list[int] | None = []  # parameters in the order of their gradients, until buckets are rebuilt
 
@@ -125,7 +99,7 @@ class Reducer:
         self._touched_aside = bytearray()  # which gradients are those that were set aside
         self._unread: tuple[torch.Tensor, torch.Event] | None = None  # words on a device, and when they are there
         self._reset()
-        self._hooks = GradientHooks(parameters, partial(_through, itself, Reducer._on_gradient))
+        self._hooks = GradientHooks(self.parameters, partial(_through, itself, Reducer._on_gradient))
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -415,9 +389,9 @@ class Reducer:
         self.is_outdated = True
         if not self.changes.new:
             return
-        parameters = [parameter for _, parameter in self.changes.new]
-        specs = [ParameterSpec.of(name, parameter) for name, parameter in self.changes.new]
-        late = Reducer(parameters, specs, self._communicator, self.buckets.caps, as_views=False, strict=self.strict)
+        names, parameters = zip(*self.changes.new, strict=True)
+        buckets = Buckets(self.changes.new, self._communicator, self.buckets.caps, as_views=False)
+        late = Reducer(buckets, names, self._communicator, strict=self.strict)
         late._window.touched = bytearray(parameter.grad is not None for parameter in parameters)
         late._window.weight, late._window.excused = self._window.weight, self._window.excused
         late.phase = Phase.COLLECTING

@@ -16,7 +16,7 @@ def _pool(size: int) -> RankPool:
     if pool is None or not pool.is_alive:
         if pool is not None:
             pool.close()
-        _POOLS[size] = pool = RankPool(size)
+        _POOLS[size] = pool = RankPool(size, backend=os.environ.get("ALLSTEP_TEST_BACKEND", "gloo"))
     return pool
 
 

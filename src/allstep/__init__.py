@@ -1,10 +1,10 @@
 """Data-parallel training for PyTorch. `import allstep` loads nothing heavy; each public name is loaded on first use."""
 
 import importlib
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # as typing's, which takes longer to import than all that is in here
 if TYPE_CHECKING:
     from allstep.argument_parser import ArgumentParser
     from allstep.arguments import TrainingArguments

@@ -127,14 +127,14 @@ class TrainingArguments:
     False: a parameter without a gradient is an error that names it."""
     ddp_bucket_cap_mb: float | None = None
     """Size of a gradient bucket in MiB. Larger: fewer all-reduce calls, less overlap with backward.
-    None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1."""
+    None: 1 where ranks share memory, else 5 on the CPU and 25 elsewhere, with a first and last bucket of at most 1."""
     ddp_broadcast_buffers: bool | None = None
     """Send rank 0's buffers (BatchNorm statistics) to all ranks at the first forward of each step. None: True."""
     ddp_static_graph: bool | None = None
     """Promise that every step uses the same parameters in the same way. None: False."""
     ddp_backend: str | None = None
-    """How ranks talk: nccl (NVIDIA), gloo (CPU), mpi, xccl, hccl, cncl, mccl where torch has them.
-    None: chosen by device."""
+    """How ranks talk: nccl (NVIDIA), shm (CPU ranks of one host, by shared memory), gloo (CPU), mpi, xccl, hccl, cncl, mccl
+    where torch has them. None: chosen by device."""
     ddp_timeout: float = 1800
     """Seconds that joining and every collective may take, on every kind of device; then an error instead of a wait."""
 

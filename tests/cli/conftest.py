@@ -23,7 +23,7 @@ def temporary(tmp_path: Path) -> Path:
 @pytest.fixture
 def clean(temporary: Path) -> dict[str, str]:
     """An environment in which nobody chose anything for the launcher."""
-    rest = {name: value for name, value in os.environ.items() if name not in UNSET}
+    rest = {name: value for name, value in os.environ.items() if name not in UNSET and not name.startswith("MALLOC_")}
     return {**rest, "TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": ""}
 
 

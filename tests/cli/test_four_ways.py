@@ -88,7 +88,7 @@ def test_two_ranks_join_whoever_started_them(said, way):
     for rank, each in enumerate(said[way]):
         world = each["world"]
         assert (world["rank"], world["size"], world["local_rank"], world["local_size"]) == (rank, 2, rank, 2)
-        assert (world["launcher"], world["device"], world["backend"]) == (way, "cpu", "gloo")
+        assert (world["launcher"], world["device"], world["backend"]) == (way, "cpu", "shm")
 
 
 def test_under_plain_python_the_same_script_trains_alone(said):

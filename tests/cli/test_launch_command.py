@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from allstep.launch.variables import glibc_version, steady_memory
+
 REPORT = """
     import json, os, sys
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -101,6 +103,14 @@ def test_threads_that_the_user_set_stay(allstep, script):
     assert reported(allstep("launch", name, OMP_NUM_THREADS="3"))[1]["OMP_NUM_THREADS"] == "3"
     asked = allstep("launch", "--num_cpu_threads_per_process", "5", name, OMP_NUM_THREADS="3")
     assert reported(asked)[1]["OMP_NUM_THREADS"] == "5"
+
+
+def test_ranks_on_the_cpu_keep_freed_memory_unless_the_user_chose(allstep, script):
+    name = script("import json, os; print(json.dumps([{k: v for k, v in os.environ.items() if k.startswith('MALLOC_')}]))")
+    (own,) = json.loads(allstep("launch", name).stdout)
+    assert own == steady_memory({}, glibc_version())
+    (chosen,) = json.loads(allstep("launch", name, MALLOC_ARENA_MAX="1").stdout)
+    assert chosen == {"MALLOC_ARENA_MAX": "1"}
 
 
 def test_a_port_of_the_users_choice_is_used(allstep, script):

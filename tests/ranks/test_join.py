@@ -58,7 +58,7 @@ def test_the_timeout_of_the_arguments_is_the_one_that_collectives_have(tmp_path)
         assert each["seconds"] == 2
         world = each["world"]
         assert (world["rank"], world["size"], world["local_rank"], world["local_size"]) == (rank, 2, rank, 2)
-        assert (world["device"], world["backend"], world["launcher"]) == ("cpu", "gloo", "allstep")
+        assert (world["device"], world["backend"], world["launcher"]) == ("cpu", "shm", "allstep")
         assert each["arguments"] == [2, rank, rank]
     assert said[1]["error"] is None
     assert said[0]["error"].startswith("Rank 0 of 2: all_gather of a NoneType broke off: ")

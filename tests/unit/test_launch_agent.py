@@ -1,6 +1,8 @@
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -19,7 +21,7 @@ def temporary(tmp_path, monkeypatch):
     """Temporary files go here."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 
@@ -67,12 +69,36 @@ def test_an_error_of_the_launcher_itself_leaves_no_process(tmp_path, temporary, 
     def fail(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("allstep.launch.agent.decide", fail)
+    monkeypatch.setattr("allstep.launch.watch.decide", fail)
     before = traces()
     with pytest.raises(ZeroDivisionError):
         launch(LaunchSpec(script=str(tmp_path / "train.py"), num_processes=2), say=lambda _: None)
     assert traces() == before
     assert list(temporary.iterdir()) == []
+
+
+def test_ranks_start_before_what_watches_over_them_is_imported(tmp_path):
+    """`subprocess` is asked what is loaded by then; of the launcher's own modules only those that start ranks."""
+    code = """
+        import os, subprocess, sys
+        from allstep.cli.main import main
+
+        class Tell(subprocess.Popen):
+            def __init__(self, *_, **__):
+                print(*sys.modules, flush=True)
+                os._exit(0)
+
+        subprocess.Popen = Tell
+        main(["launch", "--num_processes", "2", "train.py"], prog_name="allstep")
+    """
+    (tmp_path / "train.py").write_text("")
+    end = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    loaded = set(end.stdout.split())
+    assert "allstep.launch.agent" in loaded
+    heavy = {"allstep.launch.watch", "allstep.launch.decide", "allstep.launch.failures", "allstep.launch.worker"}
+    assert not loaded & (heavy | {"tempfile", "random", "shutil", "traceback", "pathlib"})
 
 
 def test_another_thread_than_the_main_one_is_refused():

@@ -12,7 +12,7 @@ def temporary(tmp_path, monkeypatch):
     """Temporary files go here."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 

@@ -95,7 +95,7 @@ def test_there_is_one_rank_per_gpu_and_one_without():
     ],
 )
 def test_cores_are_cut_by_the_quota_of_the_control_group(tmp_path, files, expected):
-    assert cores_available(affinity=16, root=write(tmp_path, files)) == expected
+    assert cores_available(affinity=16, root=str(write(tmp_path, files))) == expected
 
 
 def test_cores_of_this_machine_are_at_least_one():
@@ -120,4 +120,4 @@ GPUS = {f"proc/driver/nvidia/gpus/0000:0{i}:00.0/information": "" for i in range
     ],
 )
 def test_gpus_are_those_a_rank_would_see(tmp_path, files, variables, expected):
-    assert visible_gpus(variables, root=write(tmp_path, files)) == expected
+    assert visible_gpus(variables, root=str(write(tmp_path, files))) == expected

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from allstep.launch.record import FailureRecord
-from allstep.launch.worker import FAILURE_FILE, LAUNCHER_PID
+from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID
 
 WORKER = [sys.executable, "-m", "allstep.launch.worker"]
 

@@ -83,10 +83,21 @@ def test_the_backend_made_for_the_device_is_taken_where_none_is_asked_for(accele
     assert choose_backend(None, "cpu") == "gloo"
 
 
-@pytest.mark.parametrize(("asked", "device_type"), [("gloo", "cpu"), ("GLOO", "cpu"), ("gloo", "cuda"), ("NCCL", "cuda")])
+def test_cpu_ranks_of_one_host_share_memory(accelerator, backends):
+    accelerator("cuda", 1)
+    backends("gloo", "shm", "nccl")
+    assert choose_backend(None, "cpu", one_host=True) == "shm"
+    assert choose_backend(None, "cpu", one_host=False) == "gloo"
+    assert choose_backend("gloo", "cpu", one_host=True) == "gloo"
+    assert choose_backend(None, "cuda", one_host=True) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("asked", "device_type"), [("gloo", "cpu"), ("GLOO", "cpu"), ("gloo", "cuda"), ("NCCL", "cuda"), ("shm", "cpu")]
+)
 def test_what_is_asked_for_and_is_there_is_taken(accelerator, backends, asked, device_type):
     accelerator("cuda", 1)
-    backends("gloo", "nccl")
+    backends("gloo", "nccl", "shm")
     assert choose_backend(asked, device_type) == asked.lower()
 
 
@@ -114,6 +125,9 @@ def test_a_backend_for_other_tensors_than_the_ranks_is_an_error(accelerator, bac
     backends("gloo", "nccl")
     with pytest.raises(BackendError, match=r"moves cuda tensors, but this rank trains on 'cpu'.*ddp_backend='gloo'"):
         choose_backend("nccl", "cpu")
+    backends("gloo", "nccl", "shm")
+    with pytest.raises(BackendError, match=r"moves cpu tensors, but this rank trains on 'cuda'.*ddp_backend='nccl'"):
+        choose_backend("shm", "cuda")
 
 
 def test_only_backends_whose_device_is_here_count_as_available(accelerator, backends):

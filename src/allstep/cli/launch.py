@@ -65,6 +65,7 @@ def launch(
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, so that
     any program that uses torch.distributed runs. Rank 0 has this terminal; the output of the others goes to files, and is
     shown when they fail. When a rank fails, the others are stopped, and the end tells which failed first, where and why.
+    Ranks on the CPU keep freed memory for the next step (glibc's malloc), unless you set any MALLOC_ variable.
 
     \b
     Exit status: 0; that of the rank that failed first (128 + N where signal N killed it); 130 after Ctrl-C.
@@ -87,11 +88,12 @@ def launch(
             grace_period=grace_period,
         )
         from allstep.launch.agent import launch as run
-        from allstep.launch.failures import report
 
         result = run(spec)
     except AllstepError as error:
         raise click.UsageError(str(error)) from None
+    from allstep.launch.failures import report  # not before the ranks have started
+
     if text := report(result, os.getcwd()):
         click.echo(text, err=True)
     sys.exit(result.exit_code)

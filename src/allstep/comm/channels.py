@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from allstep.comm.forking import wait_for_quiet_threads
+from allstep.comm.shm import ShmProcessGroup
 
 __all__ = ["can_have_channel", "channel_of", "let_go_of_channels", "opened_channel"]
 
@@ -42,7 +43,9 @@ _MADE_BY: set[int] = set()
 
 def can_have_channel(group: dist.ProcessGroup) -> bool:
     """Whether `group` is of a kind that gets a channel: equal on all its ranks."""
-    return type(group) is dist.ProcessGroup and group.size() > 1 and _gloo_of(group) is not None
+    if isinstance(group, ShmProcessGroup) and group.peers is not None:
+        return True
+    return type(group) in (dist.ProcessGroup, ShmProcessGroup) and group.size() > 1 and _gloo_of(group) is not None
 
 
 def opened_channel(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -50,6 +53,8 @@ def opened_channel(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
     None where nobody has asked for it before: see `channel_of`.
     """
+    if isinstance(group, ShmProcessGroup) and group.peers is not None:
+        return group.opened_channel
     opened = _CHANNELS.get(group)
     if opened is None:
         return None
@@ -72,6 +77,8 @@ def channel_of(group: dist.ProcessGroup, gather: Callable[[Any], list[Any]]) -> 
     carrier = opened_channel(group)
     if carrier is not None:
         return carrier
+    if isinstance(group, ShmProcessGroup) and group.peers is not None:
+        return group.open_channel()
     # A store may hold what an earlier group of the same name left there, so each channel has a name that none had before.
     name = gather(uuid.uuid4().hex)[0]
     opened, reason = _Opened(None), ""

@@ -8,7 +8,7 @@ A test hands the engine a third, which records, delays or fails what is asked of
 import pickle
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -22,9 +22,18 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from allstep.comm.channels import can_have_channel, channel_of, let_go_of_channels, opened_channel
 from allstep.comm.missing import missing_ranks
+from allstep.comm.shm import ShmProcessGroup
 from allstep.errors import CollectiveError
 
-__all__ = ["Communicator", "GroupCommunicator", "Pending", "SoloCommunicator", "communicator_for", "let_go_of_groups"]
+__all__ = [
+    "Communicator",
+    "GroupCommunicator",
+    "Pending",
+    "SharedSum",
+    "SoloCommunicator",
+    "communicator_for",
+    "let_go_of_groups",
+]
 
 _COALESCE_BYTES = 25 << 20
 """Tensors are broadcast in flat messages of about this many bytes."""
@@ -38,6 +47,27 @@ class Pending(Protocol):
 
     def wait(self) -> Any:
         """Return when the result may be read: on the CPU at once, on a device by work queued after this call."""
+
+
+class SharedSum(Protocol):
+    """All-reduces of one tensor that all ranks have in memory that they share."""
+
+    def own_slices(self) -> list[tuple[int, int]]:
+        """By section, first and last element of the slice that this rank sums."""
+
+    def start(
+        self,
+        fresh: Mapping[int, torch.Tensor] | None = None,
+        scale: float | Callable[[], float] = 1.0,
+        scaled: int | None = None,
+    ) -> Pending:
+        """Start one.
+
+        Args:
+            fresh: section -> this rank's values of its own slice, where they do not lie in the tensor.
+            scale: what to multiply sums by; a function is called when all ranks have come.
+            scaled: sections to scale, the first ones; None: all.
+        """
 
 
 class Communicator(ABC):
@@ -87,6 +117,24 @@ class Communicator(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat zeroed tensor of `numel` elements; a backend may hand out memory that it reduces without a copy."""
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def post_number(self, value: float) -> Callable[[], list[float]]:
+        """Only where ranks share memory: tell them a number, at no wait; the function gives all ranks', when all have come."""
+        raise NotImplementedError
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share memory, so that `allocate` gives what `shared_sum` takes."""
+        return False
+
+    def shared_sum(self, tensor: torch.Tensor, bounds: Sequence[int]) -> SharedSum | None:
+        """What sums a tensor without a copy, where `allocate` gave memory that all ranks share; else None.
+
+        Args:
+            tensor: contiguous, of one dimension.
+            bounds: (0, ..., numel): its sections, the same on all ranks.
+        """
+        return None
 
 
 class _Done:
@@ -204,11 +252,33 @@ class GroupCommunicator(Communicator):
     def barrier(self) -> None:
         self.all_gather_object(None)  # torch's own barrier guesses a device where a group has several
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        carrier = self.carrier
+        if isinstance(carrier, ShmProcessGroup):
+            return carrier.allocate_tensor(numel, dtype=dtype, device=device)
+        return super().allocate(numel, dtype, device)
+
+    def post_number(self, value: float) -> Callable[[], list[float]]:
+        carrier = self.carrier
+        assert isinstance(carrier, ShmProcessGroup)
+        return carrier.post_number(value)
+
+    @property
+    def shares_memory(self) -> bool:
+        carrier = self.carrier
+        return isinstance(carrier, ShmProcessGroup) and carrier.peers is not None
+
+    def shared_sum(self, tensor: torch.Tensor, bounds: Sequence[int]) -> SharedSum | None:
+        carrier = self.carrier
+        return carrier.sum_in_place(tensor, bounds=bounds) if isinstance(carrier, ShmProcessGroup) else None
+
     def averages_in_flight(self, device: torch.device) -> bool:
         return device.type == "cuda"  # NCCL has an averaging sum; gloo does not
 
     def broken(self, what: str, error: BaseException) -> CollectiveError:
         """The error that tells a person that `what` broke off because of `error`."""
+        if isinstance(error, CollectiveError):
+            return error  # of a backend that knows who is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         missing = missing_ranks(self.group)
         who = f"Rank(s) {', '.join(map(str, missing))}" if missing else "Another rank"
@@ -267,6 +337,8 @@ def let_go_of_groups() -> None:
 
 def _backend_of(group: dist.ProcessGroup) -> str:
     """Name of the backend of `group`, as torch has it; of those of its devices, where torch does not know the group."""
+    if isinstance(group, ShmProcessGroup):
+        return "shm" if group.peers is not None else "gloo"
     with suppress(ValueError):
         return str(dist.get_backend(group))
     names = dict.fromkeys(group._get_backend(device).name() for device in group._device_types)

@@ -11,18 +11,28 @@ import torch
 import torch.distributed as dist
 
 from allstep.comm.communicator import let_go_of_groups
+from allstep.comm.shm import ShmProcessGroup
 from allstep.environment import WorkerEnvironment
 from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
 
-__all__ = ["DEFAULT_TIMEOUT", "World", "available_backends", "choose_backend", "choose_device", "join", "leave"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "World",
+    "available_backends",
+    "backend_in_use",
+    "choose_backend",
+    "choose_device",
+    "join",
+    "leave",
+]
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 """For joining and for every collective, where nobody says otherwise."""
 
 NATIVE_BACKEND = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl", "cpu": "gloo"}
-"""The backend made for each kind of device."""
+"""The backend made for each kind of device; on the CPU it is shm where all ranks are on one host."""
 
-KNOWN_BACKENDS = ("gloo", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "ucc")
+KNOWN_BACKENDS = ("gloo", "shm", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "ucc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +78,8 @@ def join(
     A default group that exists already, made by the user, is kept and gets `timeout`.
 
     Args:
-        backend: name of a torch.distributed backend; None takes the one made for the device (see `NATIVE_BACKEND`).
+        backend: name of a torch.distributed backend; None takes the one made for the device (see `NATIVE_BACKEND`). Ranks that
+            were started on one host and cannot share memory go over gloo, and the first one says so.
         timeout: for joining and for every collective of the group.
         use_cpu: keep off accelerators.
         environment: who this process is; None reads the launcher's variables.
@@ -88,7 +99,8 @@ def join(
     if joined:
         dist.distributed_c10d._set_pg_timeout(timeout)
     elif environment.world_size > 1 or backend is not None:
-        backend = choose_backend(backend, device.type)
+        one_host = environment.local_world_size == environment.world_size
+        backend = choose_backend(backend, device.type, one_host=one_host)
         if environment.world_size > 1:
             _initialize(environment, backend, device, timeout)
             joined = True
@@ -99,7 +111,7 @@ def join(
         local_size=environment.local_world_size,
         host=socket.gethostname(),
         device=str(device),
-        backend=dist.get_backend() if joined else "none",
+        backend=backend_in_use() if joined else "none",
         launcher=environment.launcher,
     )
 
@@ -142,13 +154,25 @@ def available_backends() -> list[str]:
     return [name for name in KNOWN_BACKENDS if _is_available(name)]
 
 
-def choose_backend(asked: str | None, device_type: str) -> str:
+def backend_in_use() -> str:
+    """Name of the backend of the default group; gloo where ranks that were to share memory cannot."""
+    group = dist.group.WORLD
+    return "gloo" if isinstance(group, ShmProcessGroup) and group.peers is None else dist.get_backend()
+
+
+def choose_backend(asked: str | None, device_type: str, *, one_host: bool = False) -> str:
     """The backend to use for tensors of `device_type`: the one asked for, or the one made for that device.
+
+    Args:
+        asked: its name; None for the one made for the device.
+        device_type: for example "cpu".
+        one_host: whether all ranks are on this host.
 
     Raises:
         BackendError: the backend is not in this torch, needs a device that is not here, or does not take `device_type`.
     """
-    name = (asked or NATIVE_BACKEND[device_type]).lower()
+    native = "shm" if device_type == "cpu" and one_host else NATIVE_BACKEND[device_type]
+    name = (asked or native).lower()
     if not _is_available(name):
         needs = _device_of(name)
         reason = (
@@ -158,20 +182,20 @@ def choose_backend(asked: str | None, device_type: str) -> str:
         )
         raise BackendError(
             f"ddp_backend={name!r} cannot be used here: {reason}. Backends that are here: "
-            f"{', '.join(available_backends())}. Leave ddp_backend out to get {NATIVE_BACKEND[device_type]!r}, the one made "
+            f"{', '.join(available_backends())}. Leave ddp_backend out to get {native!r}, the one made "
             f"for {device_type!r}."
         )
     needs = _device_of(name)
-    if needs not in (None, "cpu") and device_type != needs:
+    if needs is not None and name != "gloo" and device_type != needs:
         raise BackendError(
             f"ddp_backend={name!r} moves {needs} tensors, but this rank trains on {device_type!r}. "
-            f"Write ddp_backend={NATIVE_BACKEND[device_type]!r}, or leave it out."
+            f"Write ddp_backend={native!r}, or leave it out."
         )
     return name
 
 
 def _device_of(backend: str) -> str | None:
-    return next((device for device, name in NATIVE_BACKEND.items() if name == backend), None)
+    return "cpu" if backend == "shm" else next((device for device, name in NATIVE_BACKEND.items() if name == backend), None)
 
 
 def _is_available(backend: str) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 _DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
+_SHARED_CAP_MB = 1.0
 
 
 def group_of(
@@ -57,9 +58,15 @@ def buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | No
 
 
 def bucket_caps(
-    cap_mb: float | Sequence[float] | None, cap_mb_list: Sequence[float] | None, device: torch.device
+    cap_mb: float | Sequence[float] | None,
+    cap_mb_list: Sequence[float] | None,
+    device: torch.device,
+    *,
+    shared: bool = False,
 ) -> BucketCaps:
     """Sizes of buckets: one for all, one for each in turn (the last one for the rest), or what suits `device`.
+
+    Ranks that are `shared`, in memory, sum what still lies in the cache.
 
     Raises:
         ValueError: a size that is not above zero.
@@ -70,7 +77,9 @@ def bucket_caps(
         raise ValueError(f"bucket_cap_mb={asked}: expected a size in MiB above zero, or several.")
     if isinstance(asked, Sequence) and asked:
         return BucketCaps.in_turn(asked)
-    return BucketCaps.of(sizes[0] if sizes else None, default_mb=_DEFAULT_CAP_MB.get(device.type, 25.0))
+    return BucketCaps.of(
+        sizes[0] if sizes else None, default_mb=_SHARED_CAP_MB if shared else _DEFAULT_CAP_MB.get(device.type, 25.0)
+    )
 
 
 def delayed_parameters(

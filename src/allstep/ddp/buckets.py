@@ -1,6 +1,8 @@
 """The buckets of one model: laid out, filled as gradients come, sent in fixed order, and waited for."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.comm_hooks import CommHook
 from allstep.ddp.countdown import Countdown
 from allstep.ddp.gradients import Gradients
-from allstep.ddp.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from allstep.ddp.layout import Bucket, BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from allstep.ddp.riders import Riders
+from allstep.ddp.shared import SharedBucket
 from allstep.ddp.sparse import average_sparse_gradients
 from allstep.ddp.transfers import start_hooked_transfer, start_transfer
 from allstep.ddp.window import Window
@@ -58,6 +61,8 @@ class Buckets:
         self.riders: Riders
         """The numbers behind the last bucket."""
         self._pending: list[Pending] = []
+        self._undivided: list[torch.Tensor] = []  # sums that `divide` has to divide by weights
+        self._scale: Callable[[], float] | None = None
         self.lay_out(range(len(named) - 1, -1, -1))  # gradients usually come in reverse registration order
 
     def lay_out(self, order: Sequence[int]) -> None:
@@ -76,6 +81,7 @@ class Buckets:
         parameters = self.gradients.parameters
         self.gradients.storage = GradientStorage(self.layout, parameters, self._communicator.allocate)
         self.riders = Riders(self.gradients.storage.riders, len(parameters), self._communicator)
+        self._shared = [SharedBucket(self._communicator, self.gradients.storage, bucket) for bucket in self.layout.buckets]
         self.on_cpu = self.riders.numbers.device.type == "cpu"
         self.gradients.storage.note_users()
 
@@ -88,6 +94,7 @@ class Buckets:
         """No gradient of the coming backward is there yet."""
         self.countdown.restart()
         self._pending = []
+        self._undivided, self._scale = [], None
         self.gradients.forget()
 
     def send_full(self, window: Window) -> None:
@@ -104,13 +111,38 @@ class Buckets:
     @torch.no_grad()  # backward(create_graph=True) has gradients enabled
     def _send_next(self, window: Window) -> bool:
         """Send the next bucket, whatever it lacks; whether the one behind it is full."""
-        bucket, storage = self.layout.buckets[self.countdown.next], self.gradients.storage
+        bucket = self.layout.buckets[self.countdown.next]
         is_last = bucket is self.layout.buckets[-1]
-        self.gradients.fill(bucket, window.touched, self.countdown.is_ready, window.unreached)
+        indices, views, fresh = self.gradients.collect(bucket, window.touched, self.countdown.is_ready, window.unreached)
+        shared = self._shared[bucket.index]
+        if self.hook is None and shared.is_shared:
+            held, views, fresh = shared.take(indices, views, fresh)
+            self.gradients.copy_in(bucket, views, fresh)
+            if is_last:
+                self.write_riders(1)
+            self._pending.append(shared.start(held, self._scale_of(window)))
+        else:
+            self.gradients.copy_in(bucket, views, fresh)
+            self._send_copied(bucket, window, is_last)
+        self.bytes_reduced += bucket.nbytes
+        self.launched[bucket.index] += 1
+        return self.countdown.advance()
+
+    def _scale_of(self, window: Window) -> Callable[[], float]:
+        """What sums are multiplied by, known when all ranks have posted their weights; the ranks that weigh count."""
+        if self._scale is None:
+            numbers = self._communicator.post_number(math.nan if window.weight is None else window.weight[0])
+            self._scale = cache(partial(_scale, numbers))
+        return self._scale
+
+    def _send_copied(self, bucket: Bucket, window: Window, is_last: bool) -> None:
+        """By an all-reduce of any backend, or by a hook."""
+        storage = self.gradients.storage
         average = self._communicator.averages_in_flight(self.riders.numbers.device)
         divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
         if is_last:
             self.write_riders(self._communicator.size if self.hook is None and not divide_by else 1)
+        self._undivided.append(storage.gradients[bucket.index])
         if self.hook is None:
             self._pending.append(start_transfer(self._communicator, storage, bucket, divide_by))
         else:
@@ -124,9 +156,6 @@ class Buckets:
                 self._wait()
             if is_last:
                 self._pending.append(self._communicator.all_reduce(self.riders.numbers))
-        self.bytes_reduced += bucket.nbytes
-        self.launched[bucket.index] += 1
-        return self.countdown.advance()
 
     def _wait(self) -> None:
         for pending in self._pending:
@@ -138,10 +167,19 @@ class Buckets:
         scale: float | torch.Tensor = 1.0 / self._communicator.size
         if window.weight is not None:
             divided = self._communicator.size if self.hook else 1.0  # a hook has divided by ranks already
-            for gradients in self.gradients.storage.gradients:
+            for gradients in self._undivided:
                 gradients.mul_(torch.where(weight > 0, divided / weight, 0.0))
             scale = torch.where(weight > 0, 1.0 / weight, 0.0)
         if self.gradients.sparse:
             used = self.riders.used.tolist()
             sparse = [self.gradients.parameters[index] for index in sorted(self.gradients.sparse) if round(used[index])]
             average_sparse_gradients(self._communicator, sparse, scale)
+
+
+def _scale(numbers: Callable[[], list[float]]) -> float:
+    """1 / the sum of all weights; NaN is that of a rank that does not weigh."""
+    weights = [number for number in numbers() if not math.isnan(number)]
+    if not weights:
+        return 1.0 / len(numbers())
+    total = sum(weights)
+    return 1.0 / total if total > 0 else 0.0

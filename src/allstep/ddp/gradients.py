@@ -86,27 +86,36 @@ class Gradients:
                         views[at] = self.storage.renew_view(index)
         return not self.storage.has_other_users()
 
-    def fill(self, bucket: Bucket, touched: bytearray, ready: bytearray, unreached: Collection[int]) -> None:
-        """Bring the gradients of a bucket into storage; what is not there counts as zeros.
+    def collect(
+        self, bucket: Bucket, touched: bytearray, ready: bytearray, unreached: Collection[int]
+    ) -> tuple[Sequence[int], list[torch.Tensor], list[torch.Tensor]]:
+        """The gradients of a bucket that have to be copied into storage: parameters, places and gradients.
+
+        What is not there counts as zeros. With `as_views` each place is the parameter's gradient from now on.
 
         Args:
             touched: by parameter, 1 where this backward, or the window that it ends, has made the gradient; cleared of one
                 that the loop has taken away between backwards.
             ready: by parameter, 1 where this backward has, or where none is expected.
             unreached: those of which none is expected.
-
-        Raises:
-            RuntimeError: a gradient is sparse, of a parameter that was not known to have such.
         """
         if 0 in touched:
             self._keep(bucket, touched)
         parameters, views = self._parameters_of[bucket.index], self._views_of[bucket.index]
-        gradients = [*map(_GRAD, parameters)]
+        gradients: list[torch.Tensor] = [*map(_GRAD, parameters)]
         if any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None))):
-            views, gradients = self._fill_one_by_one(bucket, touched, ready, unreached)
-        elif self.as_views:
+            return self._collect_one_by_one(bucket, touched, ready, unreached)
+        if self.as_views:
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.grad = view
+        return bucket.parameters, views, gradients
+
+    def copy_in(self, bucket: Bucket, views: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Copy gradients of a bucket to their places.
+
+        Raises:
+            RuntimeError: a gradient is sparse, of a parameter that was not known to have such.
+        """
         if views:
             try:
                 torch._foreach_copy_(views, gradients)
@@ -115,11 +124,11 @@ class Gradients:
                     raise
                 raise self._sparse_error(bucket, views, gradients) from None
 
-    def _fill_one_by_one(
+    def _collect_one_by_one(
         self, bucket: Bucket, touched: bytearray, ready: bytearray, unreached: Collection[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[Sequence[int], list[torch.Tensor], list[torch.Tensor]]:
         """Where some lie in storage already, or are not there: the others, and their places."""
-        places, fresh = [], []
+        indices, places, fresh = [], [], []
         views = self._views_of[bucket.index]
         for at, (index, parameter) in enumerate(zip(bucket.parameters, self._parameters_of[bucket.index], strict=True)):
             gradient, view = parameter.grad, views[at]
@@ -134,11 +143,12 @@ class Gradients:
                 if view.data_ptr() == self._view_addresses[index]:
                     continue
                 views[at] = view = self.storage.renew_view(index)  # somebody gave it other memory: `.data = ` does
+            indices.append(index)
             places.append(view)
             fresh.append(gradient)
             if self.as_views:
                 parameter.grad = view
-        return places, fresh
+        return indices, places, fresh
 
     def _keep(self, bucket: Bucket, touched: bytearray) -> None:
         for index in bucket.parameters:

@@ -148,7 +148,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         self._input_device = input_device(self.device, device_ids, output_device)
         self._delayed = delayed_parameters(named, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._number = self._communicator.broadcast_object(next(_NUMBERS))
-        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device)
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list, self.device, shared=self._communicator.shares_memory)
         self._make_reducer(named)
         self._take_from_others()
         self.mixed_precision = mixed_precision

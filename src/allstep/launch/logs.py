@@ -1,9 +1,7 @@
 """The files of one launch: what ranks other than 0 print, and the failure records. Nobody else can read them."""
 
+import contextlib
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 from allstep.errors import ArgumentsError
 
@@ -29,18 +27,18 @@ class RankFiles:
                 raise ArgumentsError(f"--log_dir {log_dir} cannot be made: {error.strerror}.") from None
             if not os.access(log_dir, os.W_OK | os.X_OK):
                 raise ArgumentsError(f"--log_dir {log_dir} cannot be written to by this user.")
-        self._private = Path(tempfile.mkdtemp(prefix="allstep-"))  # mode 0700
+        self._private = _private_folder()
         self._asked = log_dir is not None
-        self._logs = Path(os.path.abspath(log_dir)) if log_dir is not None else self._private
+        self._logs = os.path.abspath(log_dir) if log_dir is not None else self._private
         self._opened: list[int] = []
 
     def failure(self, rank: int) -> str:
         """Where `rank` writes its failure record."""
-        return str(self._private / f"rank-{rank}.failure.json")
+        return os.path.join(self._private, f"rank-{rank}.failure.json")
 
     def log(self, rank: int) -> str:
         """Where the output of `rank` goes."""
-        return str(self._logs / f"rank-{rank}.log")
+        return os.path.join(self._logs, f"rank-{rank}.log")
 
     def open_log(self, rank: int) -> int:
         """A descriptor of the empty file for the output of `rank`; every write goes to its end."""
@@ -61,10 +59,13 @@ class RankFiles:
     def finish(self, keep: bool) -> tuple[str, ...]:
         """Remove what is not needed any more; returns the files kept. A folder that the user named keeps its files."""
         if not keep and not self._asked:
+            import shutil  # loads compressors, which nobody needs before the end
+
             shutil.rmtree(self._private, ignore_errors=True)
             return ()
-        for record in self._private.glob("*.failure.json*"):
-            record.unlink(missing_ok=True)
+        for name in os.listdir(self._private):
+            if ".failure.json" in name:
+                os.unlink(os.path.join(self._private, name))
         kept = []
         for rank in self._opened:
             path = self.log(rank)
@@ -72,6 +73,19 @@ class RankFiles:
                 kept.append(path)
             else:
                 os.unlink(path)
-        if not any(self._private.iterdir()):
-            self._private.rmdir()
+        with contextlib.suppress(OSError):  # it is not empty
+            os.rmdir(self._private)
         return tuple(kept)
+
+
+def _private_folder() -> str:
+    """A new folder for temporary files that only this user can enter."""
+    usual = next((place for name in ("TMPDIR", "TEMP", "TMP") if (place := os.environ.get(name))), "/tmp")
+    folder = os.path.join(os.path.abspath(usual), f"allstep-{os.urandom(6).hex()}")
+    try:
+        os.mkdir(folder, mode=0o700)
+    except OSError:
+        import tempfile  # which knows more places, and whose own imports would hold up the ranks
+
+        return tempfile.mkdtemp(prefix="allstep-")
+    return folder

@@ -1,14 +1,15 @@
-"""Signals to the launcher, as things that a loop waits for."""
+"""Signals to the launcher, as things that a loop waits for, and signals from it to its ranks."""
 
 import contextlib
 import math
+import os
 import select
 import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["Signals"]
+__all__ = ["Signals", "signal_group"]
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those by which somebody asks the job to stop. SIGCHLD only wakes."""
@@ -60,3 +61,9 @@ class Signals:
             while chunk := self._reader.recv(4096):
                 numbers += chunk
         return [number for number in numbers if number in _REQUESTS]
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Send a signal to all processes of the group that process `leader` leads, if there are any left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)

@@ -5,13 +5,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from allstep.errors import ArgumentsError
 
 __all__ = ["LaunchSpec", "cores_available", "default_num_processes", "threads_per_rank", "visible_gpus"]
 
-ROOT = Path("/")
+ROOT = ""
 """Where /proc, /sys and /dev are looked for; tests put a folder of their own here."""
 
 
@@ -83,12 +82,12 @@ def default_num_processes(gpus: int) -> int:
     return max(1, gpus)
 
 
-def visible_gpus(variables: Mapping[str, str], root: Path = ROOT) -> int:
+def visible_gpus(variables: Mapping[str, str], root: str = ROOT) -> int:
     """NVIDIA GPUs that a rank would see, counted without torch or the driver's library.
 
     CUDA_VISIBLE_DEVICES narrows what the machine has. Like CUDA, the count ends at the first entry that is no device.
     """
-    present = max(_entries(root / "proc/driver/nvidia/gpus", ""), _entries(root / "dev", "nvidia"))
+    present = max(_entries(f"{root}/proc/driver/nvidia/gpus", ""), _entries(f"{root}/dev", "nvidia"))
     listed = variables.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return present
@@ -100,7 +99,7 @@ def visible_gpus(variables: Mapping[str, str], root: Path = ROOT) -> int:
     return min(visible, present)
 
 
-def cores_available(affinity: int | None = None, root: Path = ROOT) -> int:
+def cores_available(affinity: int | None = None, root: str = ROOT) -> int:
     """Cores that this job may really use: its affinity mask, cut by the CPU quota of its control group.
 
     Args:
@@ -112,41 +111,46 @@ def cores_available(affinity: int | None = None, root: Path = ROOT) -> int:
     return max(1, min([cores, *(int(quota) for quota in quotas)]))
 
 
-def _cgroup_folders(root: Path) -> Iterator[Path]:
+def _cgroup_folders(root: str) -> Iterator[str]:
     """The folders, of version 1 or 2, whose quota holds for this process: its own control group and those above it."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = _text(f"{root}/proc/self/cgroup").splitlines()
     except OSError:
         return
-    mounts = root / "sys/fs/cgroup"
+    mounts = f"{root}/sys/fs/cgroup"
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            bases = [mounts, mounts / "unified"]
+            bases = [mounts, f"{mounts}/unified"]
         elif "cpu" in controllers.split(","):
-            bases = [mounts / controllers, mounts / "cpu"]
+            bases = [f"{mounts}/{controllers}", f"{mounts}/cpu"]
         else:
             continue
         # Inside a container the path may be the host's and not exist here; then the root of the mount is our group.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for base in bases:
             for length in range(len(parts), -1, -1):
-                yield base.joinpath(*parts[:length])
+                yield os.path.join(base, *parts[:length])
 
 
-def _quota(folder: Path) -> float | None:
+def _quota(folder: str) -> float | None:
     """Cores that one control group allows; None where it sets no limit."""
     try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
+        if os.path.exists(f"{folder}/cpu.max"):
+            quota, period = _text(f"{folder}/cpu.max").split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (_text(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
         return int(quota) / int(period) if quota not in ("max", "-1") else None
     except (OSError, ValueError, ZeroDivisionError):
         return None
 
 
-def _entries(folder: Path, prefix: str) -> int:
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _entries(folder: str, prefix: str) -> int:
     """Files in `folder` that are named `prefix` + a number, or anything where there is no prefix."""
     try:
         names = os.listdir(folder)

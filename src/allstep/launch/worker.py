@@ -19,13 +19,9 @@ from types import CodeType, ModuleType, TracebackType
 
 from allstep.launch.linux import end_with_parent
 from allstep.launch.record import FailureRecord
+from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID
 
-__all__ = ["FAILURE_FILE", "LAUNCHER_PID", "main"]
-
-FAILURE_FILE = "ALLSTEP_FAILURE_FILE"
-"""Environment variable: where a failing rank writes its record."""
-LAUNCHER_PID = "ALLSTEP_LAUNCHER_PID"
-"""Environment variable: the process whose end is the end of the rank."""
+__all__ = ["main"]
 
 _HIDDEN = (__file__, importlib.util.__file__)
 

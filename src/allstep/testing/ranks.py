@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that join one gloo group and run a function each.
+"""Real ranks for tests: processes that join one group and run a function each.
 
     def total(rank, size, scale):
         x = torch.full((3,), float(rank * scale))
@@ -55,15 +55,16 @@ class RanksError(AssertionError):
 
 
 class RankPool:
-    """`size` processes, joined in one gloo group, that run functions `fn(rank, size, *args)`.
+    """`size` processes, joined in one group, that run functions `fn(rank, size, *args)`.
 
     Args:
         size: number of ranks.
         threads: torch threads of each rank.
         timeout: seconds for every collective of the group.
+        backend: of the group: "gloo" or "shm".
     """
 
-    def __init__(self, size: int, *, threads: int = 1, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, *, threads: int = 1, timeout: float = 60.0, backend: str = "gloo") -> None:
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
@@ -71,7 +72,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (os.getpid(), rank, size, self._store.port, threads, timeout, theirs)
+            arguments = (os.getpid(), rank, size, self._store.port, threads, timeout, backend, theirs)
             process = context.Process(target=_serve, args=arguments)  # not a daemon: loader workers are its children
             process.start()
             theirs.close()
@@ -149,14 +150,15 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
         return pool.run(fn, *args, timeout=timeout)
 
 
-def _serve(parent: int, rank: int, size: int, port: int, threads: int, timeout: float, pipe: Connection) -> None:
+def _serve(parent: int, rank: int, size: int, port: int, threads: int, timeout: float, backend: str, pipe: Connection) -> None:
     """The life of one rank of a pool: join, then run what comes through the pipe until it closes."""
     end_with_parent(parent)
     torch.set_num_threads(threads)
     multiprocessing.set_start_method(None, force=True)  # loader workers start as in any program, not as this rank was
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    importlib.import_module("allstep.comm.shm")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     modules: dict[str, ModuleType] = {}
     with contextlib.suppress(EOFError, OSError):
         while True:

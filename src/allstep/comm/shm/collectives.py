@@ -1,0 +1,361 @@
+"""The collectives of a `shm` group, by torch's names and arguments."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, ReduceScatterOptions
+
+from allstep.comm.shm.calls import DTYPES, pack
+from allstep.comm.shm.line import Line, Number, Started, SumInPlace
+from allstep.comm.shm.peers import SMALL, Peers
+from allstep.comm.shm.reduction import COMBINE
+from allstep.comm.shm.small import SmallSum
+from allstep.comm.shm.staged import Staged
+from allstep.comm.shm.tensors import Flat, as_bytes
+from allstep.comm.shm.work import ShmWork
+from allstep.errors import CollectiveError
+
+__all__ = ["Collectives"]
+
+_SUM = dist.ReduceOp.SUM
+_CPU = torch.device("cpu")
+_SUPPORTED = frozenset(DTYPES)
+
+
+class Collectives:
+    """What goes over shared memory; tensors that cannot go there, and groups that have none, use gloo."""
+
+    peers: Peers | None = None
+    """None where all goes over gloo."""
+    staged: Staged
+    line: Line
+    _gloo: Any
+    _rank: int
+    _size: int
+    _sums: dict[Any, SumInPlace]
+    _smalls: dict[Any, SmallSum]
+
+    def sum_in_place(self, tensor: torch.Tensor, op: Any = _SUM, bounds: Sequence[int] | None = None) -> SumInPlace | None:
+        """All-reduces of a tensor that `allocate_tensor` gave, or a contiguous piece of one; None where it is another."""
+        if self.peers is None or not tensor.is_contiguous():
+            return None
+        location = self.peers.locate(tensor)
+        if location < 0:
+            return None
+        return SumInPlace(self.peers, self.staged, self.line, location, tensor.dtype, tensor.numel(), op, bounds)
+
+    def post_number(self, value: float) -> Callable[[], list[float]]:
+        """Tell all ranks a number; what it returns waits until all have done so, and gives them by rank."""
+        return Number(self._peers(), self.line, value).values
+
+    def _can(self, *tensors: torch.Tensor) -> bool:
+        if self.peers is None:
+            return False
+        for tensor in tensors:
+            if tensor.dtype not in _SUPPORTED or tensor.layout is not torch.strided or tensor.device != _CPU:
+                return False
+        return True
+
+    def _do(self, run: Callable[[], None], opts: Any, result: Any) -> ShmWork:
+        """Now, or where the caller does not wait, in the line."""
+        if opts is not None and opts.asyncOp:
+            started = Started(run)
+            self.line.add(started)
+            return ShmWork(result, self.line, started)
+        self.line.drain()
+        run()
+        return _DONE
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Combine `tensors[0]` over ranks, in place."""
+        (tensor,) = tensors
+        op = _SUM if opts is None else _op(opts.reduceOp)
+        if op not in COMBINE or not self._can(tensor):
+            return self._gloo.allreduce(tensors, opts or dist.AllreduceOptions())
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if opts is not None and not opts.asyncOp:
+            if self.line.is_busy:
+                self.line.drain()
+            if self._small_sum(tensor, op):
+                return _DONE
+        in_place = self._known_sum(tensor, op)
+        if in_place is not None:
+            return self._start_in_place(in_place, opts, tensors)
+        return self._do(lambda: self._all_reduce(tensor, op), opts, tensors)
+
+    def _small_sum(self, tensor: torch.Tensor, op: Any) -> bool:
+        """Combine a small tensor at once; False, and nothing done, where it is not small."""
+        key = (tensor.shape, tensor.dtype, op)
+        small = self._smalls.get(key)
+        if small is None:
+            if tensor.numel() * tensor.element_size() > SMALL:
+                return False
+            _make_room(self._smalls)
+            small = self._smalls[key] = SmallSum(self._peers(), self.staged, tensor.contiguous(), op)
+        if tensor.is_contiguous():
+            small(tensor)
+        else:
+            whole = tensor.contiguous()
+            small(whole)
+            tensor.copy_(whole)
+        return True
+
+    def _known_sum(self, tensor: torch.Tensor, op: Any) -> SumInPlace | None:
+        """What sums a tensor that lies in shared memory; None where it does not."""
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, op)
+        in_place = self._sums.get(key)
+        if in_place is None and tensor.numel():
+            in_place = self.sum_in_place(tensor, op)
+            if in_place is not None:
+                _make_room(self._sums)
+                self._sums[key] = in_place
+        return in_place
+
+    def _peers(self) -> Peers:
+        assert self.peers is not None
+        return self.peers
+
+    def _start_in_place(self, in_place: SumInPlace, opts: Any, result: Any) -> ShmWork:
+        started = in_place.start()
+        if opts is not None and not opts.asyncOp:
+            self.line.finish(started)
+            return _DONE
+        return ShmWork(result, self.line, started)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        peers, staged = self.peers, self.staged
+        assert peers is not None
+        if self._small_sum(tensor, op):
+            return
+        call = pack("all_reduce", tensor.dtype, tensor.numel(), op)
+        with Flat(tensor) as flat:
+            number = peers.post(call)
+            peers.meet(number, call)
+            staged.all_reduce(flat, op, number, call)
+        peers.done(number)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Combine each of `tensors` over ranks, in place, as one message for each dtype."""
+        op = _SUM if opts is None else _op(opts.reduceOp)
+        if op not in COMBINE or not self._can(*tensors):
+            return self._gloo.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
+
+        def run() -> None:
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+                whole = torch.cat([tensor.reshape(-1) for tensor in alike])
+                self._all_reduce(whole, op)
+                for tensor, part in zip(alike, whole.split([each.numel() for each in alike]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+        return self._do(run, opts, tensors)
+
+    def _staged(self, kind: str, like: torch.Tensor, numel: int, op: Any = None, root: int = 0) -> tuple[int, int]:
+        """Come to a staged collective and meet the others there: its number and what it is."""
+        assert self.peers is not None
+        call = pack(kind, like.dtype, numel, op, root)
+        number = self.peers.post(call)
+        self.peers.meet(number, call)
+        return number, call
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """`tensors[0]` of rank `opts.rootRank` to all."""
+        (tensor,), root = tensors, opts.rootRank
+        if not self._can(tensor):
+            return self._gloo.broadcast(tensors, opts)
+
+        def run() -> None:
+            with Flat(tensor, is_written=root != self._rank) as flat:
+                number, call = self._staged("broadcast", tensor, tensor.numel(), root=root)
+                self.staged.broadcast(as_bytes(flat), root, number, call)
+                self._done(number)
+
+        return self._do(run, opts, tensors)
+
+    def _done(self, number: int) -> None:
+        assert self.peers is not None
+        self.peers.done(number)
+
+    def _gather(self, kind: str, outputs: Sequence[torch.Tensor] | None, source: torch.Tensor, root: int = 0) -> None:
+        with ExitStack() as stack:
+            flat = stack.enter_context(Flat(source, is_written=False))
+            wanted = None if outputs is None else [as_bytes(stack.enter_context(Flat(each))) for each in outputs]
+            number, call = self._staged(kind, source, source.numel(), root=root)
+            self.staged.gather(wanted, as_bytes(flat), number, call)
+            self._done(number)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """Every rank's `inputs[0]` into `outputs[0]`, by rank."""
+        (wanted,), (source,) = outputs, inputs
+        if not self._can(source, *wanted) or _differ(source, wanted):
+            return self._gloo.allgather(outputs, inputs, opts or AllgatherOptions())
+        return self._do(lambda: self._gather("all_gather", wanted, source), opts, outputs)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+        """Every rank's `source` into `output`, one behind the other."""
+        if not self._can(source, output) or output.dtype != source.dtype or output.numel() != source.numel() * self._size:
+            return self._gloo._allgather_base(output, source, opts or AllgatherOptions())
+
+        def run() -> None:
+            with Flat(output) as flat:
+                self._gather("all_gather", flat.split(source.numel()) if source.numel() else [flat] * self._size, source)
+
+        return self._do(run, opts, [output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """`all_gather_single` of several."""
+        return _all_of(outputs, [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        """Every rank's `inputs[0]` into `outputs[0]`, by rank, of rank `opts.rootRank`."""
+        (source,), wanted = inputs, outputs[0] if outputs else None
+        if not self._can(source, *(wanted or ())) or _differ(source, wanted or ()):
+            return self._gloo.gather(outputs, inputs, opts)
+        return self._do(lambda: self._gather("gather", wanted, source, opts.rootRank), opts, outputs)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """`tensors[0]` of all ranks, combined, into that of rank `opts.rootRank`."""
+        (tensor,), op, root = tensors, _op(opts.reduceOp), opts.rootRank
+        if op not in COMBINE or not self._can(tensor):
+            return self._gloo.reduce(tensors, opts)
+
+        def run() -> None:
+            with Flat(tensor, is_written=root == self._rank) as flat:
+                number, call = self._staged("reduce", tensor, tensor.numel(), op, root)
+                self.staged.reduce(flat, op, root, number, call)
+                self._done(number)
+
+        return self._do(run, opts, tensors)
+
+    def _scatter(
+        self, kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, op: Any, root: int | None
+    ) -> None:
+        with ExitStack() as stack:
+            flat = stack.enter_context(Flat(output))
+            given = None if inputs is None else [stack.enter_context(Flat(each, is_written=False)) for each in inputs]
+            number, call = self._staged(kind, output, output.numel(), op, root or 0)
+            self.staged.scatter(flat, given, op, root, number, call)
+            self._done(number)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
+        """`inputs[0][r]` of rank `opts.rootRank` into `outputs[0]` of rank r."""
+        (output,), given = outputs, inputs[0] if inputs else None
+        if not self._can(output, *(given or ())) or _differ(output, given or ()):
+            return self._gloo.scatter(outputs, inputs, opts)
+        return self._do(lambda: self._scatter("scatter", output, given, None, opts.rootRank), opts, outputs)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
+        """`inputs[0][r]` of all ranks, combined, into `outputs[0]` of rank r."""
+        (output,), (given,), op = outputs, inputs, _SUM if opts is None else _op(opts.reduceOp)
+        if op not in COMBINE or not self._can(output, *given) or _differ(output, given):
+            return self._gloo.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions())
+        return self._do(lambda: self._scatter("reduce_scatter", output, given, op, None), opts, outputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+        """The r-th part of `source` of all ranks, combined, into `output` of rank r."""
+        op = _SUM if opts is None else _op(opts.reduceOp)
+        fits = output.dtype == source.dtype and source.numel() == output.numel() * self._size
+        if op not in COMBINE or not self._can(output, source) or not fits:
+            return self._gloo._reduce_scatter_base(output, source, opts or ReduceScatterOptions())
+
+        def run() -> None:
+            with Flat(source, is_written=False) as flat:
+                parts = flat.split(output.numel()) if output.numel() else [flat] * self._size
+                self._scatter("reduce_scatter", output, parts, op, None)
+
+        return self._do(run, opts, [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """`reduce_scatter_single` of several."""
+        return _all_of(outputs, [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """`inputs[r]` to rank r, and `outputs[r]` from it; their sizes may differ."""
+        if not self._can(*outputs, *inputs):
+            return self._gloo.alltoall(outputs, inputs, opts or AllToAllOptions())
+        return self._do(lambda: self._all_to_all(outputs, inputs), opts, outputs)
+
+    def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        with ExitStack() as stack:
+            wanted = [as_bytes(stack.enter_context(Flat(each))) for each in outputs]
+            given = [as_bytes(stack.enter_context(Flat(each, is_written=False))) for each in inputs]
+            number, call = self._staged("all_to_all", outputs[0], 0)
+            wrong = self.staged.all_to_all(wanted, given, number, call)
+            self._done(number)
+        if wrong:
+            raise CollectiveError(f"Rank {self._rank} of {self._size}: all_to_all: {wrong}.")
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        """Parts of `source` to all ranks, and of `output` from them; without splits, equal parts along the first dimension."""
+        if not self._can(output, source):
+            return self._gloo.alltoall_base(output, source, output_splits, input_splits, opts or AllToAllOptions())
+
+        def run() -> None:
+            with Flat(output) as wanted, Flat(source, is_written=False) as given:
+                self._all_to_all(
+                    _parts(wanted, output, output_splits, self._size), _parts(given, source, input_splits, self._size)
+                )
+
+        return self._do(run, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Return when all ranks have come here."""
+        if self.peers is None:
+            return self._gloo.barrier(opts or BarrierOptions())
+
+        def run() -> None:
+            number, _ = self._staged("barrier", _NOTHING, 0)
+            self._done(number)
+
+        return self._do(run, opts, [])
+
+
+_NOTHING = torch.empty(0)
+_DONE = ShmWork(None)
+
+
+def _make_room(cache: dict[Any, Any]) -> None:
+    if len(cache) >= 256:
+        cache.clear()
+
+
+def _op(op: Any) -> Any:
+    """The kind of a reduction, which can be looked up."""
+    return getattr(op, "op", op)
+
+
+def _differ(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Whether some tensor has another dtype or number of elements: gloo then says what is wrong."""
+    return any(other.dtype != one.dtype or other.numel() != one.numel() for other in others)
+
+
+def _all_of(result: list[torch.Tensor], works: list[Any]) -> Any:
+    """One work for several: all are in the line, and the last one done means that all are."""
+    for work in works[:-1]:
+        work.wait()
+    return works[-1] if works else ShmWork(result)
+
+
+def _parts(flat: torch.Tensor, shaped: torch.Tensor, splits: Sequence[int], size: int) -> Sequence[torch.Tensor]:
+    """`flat` cut for the ranks: by `splits` along the first dimension of `shaped`, or into equal parts."""
+    if not splits:
+        return flat.split(flat.numel() // size) if flat.numel() else [flat] * size
+    row = math.prod(shaped.shape[1:])
+    return list(flat.split([split * row for split in splits]))

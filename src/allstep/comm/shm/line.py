@@ -1,0 +1,222 @@
+"""Collectives that have been started and not finished, in the order in which all ranks start them.
+
+Nobody works for them in the background: what is in the line goes on when something is started, asked or waited for. So a rank
+that has started a collective and looks after none keeps its peers waiting, as one that comes late does. In return no thread
+takes a core from those who compute, and nothing waits inside a backward: a bucket is posted, and whoever finds one that all
+have posted sums its slice.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allstep.comm.shm.calls import pack
+from allstep.comm.shm.peers import MOST_POSTED, Peers
+from allstep.comm.shm.reduction import Blocks, multiply, own_slices
+from allstep.comm.shm.staged import Staged
+
+__all__ = ["Line", "Number", "Started", "SumInPlace"]
+
+_FLOAT, _BITS = struct.Struct("<d"), struct.Struct("<q")
+
+
+class Started:
+    """A collective in the line."""
+
+    __slots__ = ("_run", "is_done")
+
+    number: int | None = None
+    """Of a collective that has been posted."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self.is_done = False
+
+    def run(self) -> None:
+        """Come to it, wait for the others, and do this rank's part."""
+        self._run()
+
+    def settle(self) -> None:
+        """Wait until the others have done theirs."""
+
+
+class Line:
+    """Started collectives of some peers, first come first served."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._waiting: deque[Started] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something in it is not done."""
+        return bool(self._waiting)
+
+    def add(self, started: Started) -> None:
+        """One more; this rank has posted it, or will when it runs."""
+        if len(self._waiting) >= MOST_POSTED:
+            self._run_first()
+        self._waiting.append(started)
+
+    def progress(self) -> None:
+        """Do what needs no waiting."""
+        waiting = self._waiting
+        while waiting and waiting[0].number is not None and self._peers.has_come(waiting[0].number):
+            self._run_first()
+
+    def finish(self, started: Started) -> None:
+        """Return when it is done on all ranks, and with it those before it."""
+        while not started.is_done:
+            self._run_first()
+        started.settle()
+
+    def drain(self) -> None:
+        """Do this rank's part of all: before a collective that is not in the line."""
+        while self._waiting:
+            self._run_first()
+
+    def drain_unposted(self) -> None:
+        """Before one is posted: those that stand before it are posted first."""
+        while any(started.number is None for started in self._waiting):
+            self._run_first()
+
+    def clear(self) -> None:
+        """Forget them; the group ends."""
+        self._waiting.clear()
+
+    def _run_first(self) -> None:
+        first = self._waiting.popleft()
+        first.is_done = True  # also where it raises: the next one has to find its turn
+        first.run()
+
+
+class SumInPlace:
+    """All-reduces of one tensor that lies in shared memory; to be used again and again.
+
+    Args:
+        peers: the ranks.
+        staged: what to do where another rank's tensor does not lie there.
+        line: where they wait for each other.
+        location: of this rank's tensor.
+        dtype: of it.
+        numel: of it.
+        op: how values are combined.
+        bounds: (0, ..., numel): in each section every rank sums a slice; all ranks must give the same.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        staged: Staged,
+        line: Line,
+        location: int,
+        dtype: torch.dtype,
+        numel: int,
+        op: Any = dist.ReduceOp.SUM,
+        bounds: Sequence[int] | None = None,
+    ) -> None:
+        self.peers, self._staged, self.line = peers, staged, line
+        self.location, self.dtype, self.numel, self.op = location, dtype, numel, op
+        self.bounds = bounds or (0, numel)
+        self.call = pack("all_reduce", dtype, numel, op)
+        self._locations: list[int] = []
+        self._blocks: Blocks | None = None
+
+    def own_slices(self) -> list[tuple[int, int]]:
+        """By section, first and last element of the slice that this rank sums."""
+        return own_slices(self.bounds, self.dtype.itemsize, self.peers.size, self.peers.rank)
+
+    def start(
+        self,
+        fresh: Mapping[int, torch.Tensor] | None = None,
+        scale: float | Callable[[], float] = 1.0,
+        scaled: int | None = None,
+    ) -> "StartedSum":
+        """Post it; see `Blocks.reduce` for the arguments.
+
+        A function `scale` is called when all ranks have come to this collective, and to those before it.
+        """
+        self.line.drain_unposted()
+        started = StartedSum(self, fresh, scale, scaled)
+        self.line.add(started)
+        self.line.progress()
+        return started
+
+    def run(self, number: int, fresh: Mapping[int, torch.Tensor] | None, scale: float, scaled: int | None) -> None:
+        """This rank's part, when all have come."""
+        peers = self.peers
+        locations = peers.meet(number, self.call)
+        if min(locations) < 0:
+            self._go_staged(number, fresh, scale, scaled)
+        else:
+            if locations != self._locations or self._blocks is None:
+                views = [peers.view(rank, at, self.dtype, self.numel) for rank, at in enumerate(locations)]
+                self._blocks, self._locations = Blocks(views, peers.rank, self.bounds), locations
+            self._blocks.reduce(self.op, fresh, scale, scaled)
+        peers.done(number)
+
+    def _go_staged(self, number: int, fresh: Mapping[int, torch.Tensor] | None, scale: float, scaled: int | None) -> None:
+        """Where another rank's tensor does not lie in shared memory."""
+        own = self.peers.view(self.peers.rank, self.location, self.dtype, self.numel)
+        for section, values in (fresh or {}).items():
+            start, stop = self.own_slices()[section]
+            own[start:stop].copy_(values)
+        self._staged.all_reduce(own, self.op, number, self.call)
+        if scale != 1.0:
+            multiply(own if scaled is None else own[: self.bounds[scaled]], scale)
+
+
+class StartedSum(Started):
+    """One of them, posted."""
+
+    __slots__ = ("_fresh", "_scale", "_scaled", "_sum", "number")
+
+    def __init__(
+        self,
+        sum_in_place: SumInPlace,
+        fresh: Mapping[int, torch.Tensor] | None,
+        scale: float | Callable[[], float],
+        scaled: int | None,
+    ) -> None:
+        self._sum, self._fresh, self._scale, self._scaled, self.is_done = sum_in_place, fresh, scale, scaled, False
+        self.number: int = sum_in_place.peers.post(sum_in_place.call, sum_in_place.location)
+
+    def run(self) -> None:
+        fresh, self._fresh = self._fresh, None
+        scale = self._scale if isinstance(self._scale, float) else self._scale()
+        self._sum.run(self.number, fresh, scale, self._scaled)
+
+    def settle(self) -> None:
+        self._sum.peers.all_done(self.number, self._sum.call)
+
+    def wait(self) -> None:
+        """Return when the sum may be read."""
+        self._sum.line.finish(self)
+
+
+class Number(Started):
+    """A number that every rank posts, and that all can read when all have come: at no wait of its own."""
+
+    __slots__ = ("_call", "_line", "_numbers", "_peers", "number")
+
+    def __init__(self, peers: Peers, line: Line, value: float) -> None:
+        self._peers, self._line, self.is_done = peers, line, False
+        self._call = pack("number", torch.float64, 0)
+        line.drain_unposted()
+        self.number: int = peers.post(self._call, _BITS.unpack(_FLOAT.pack(value))[0])
+        line.add(self)
+
+    def run(self) -> None:
+        bits = self._peers.meet(self.number, self._call)
+        self._numbers = [_FLOAT.unpack(_BITS.pack(each))[0] for each in bits]
+        self._peers.done(self.number)
+
+    def values(self) -> list[float]:
+        """By rank, what each has posted."""
+        if not self.is_done:
+            self._line.finish(self)
+        return self._numbers

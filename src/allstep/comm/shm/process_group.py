@@ -1,0 +1,153 @@
+"""`shm` as torch knows it: a process group whose collectives go over memory that its ranks share.
+
+`import allstep.comm.shm` registers it; then `torch.distributed.init_process_group("shm")` or `new_group(backend="shm")` works
+in any program. Point-to-point messages and what is rare go over gloo, and so does everything where the ranks cannot share
+memory: the first rank then says why, in one line.
+"""
+
+import json
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+
+from allstep.comm.shm.collectives import Collectives
+from allstep.comm.shm.line import Line
+from allstep.comm.shm.peers import Offer, Peers
+from allstep.comm.shm.staged import Staged
+
+__all__ = ["ShmProcessGroup"]
+
+_LOG = logging.getLogger("allstep")
+_CPU = torch.device("cpu")
+
+
+class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
+    """Ranks of one host, by shared memory; see `peers` for how they find each other.
+
+    Args:
+        store: where ranks meet.
+        rank: this one's number in the group.
+        size: number of ranks.
+        timeout: for each collective.
+        base: a group of the same ranks whose gloo to use too; see `open_channel`.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, *, base: "ShmProcessGroup | None" = None
+    ) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg] # torch lets no class of Python's have a store
+        self._store, self._rank, self._size = store, rank, size
+        self._gloo: Any = base._gloo if base else dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+        if base is None:
+            self._gloo._set_sequence_number_for_group()
+        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)  # for what is not defined here
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.opened_channel: ShmProcessGroup | None = None
+        """What `open_channel` has made."""
+        self.peers: Peers | None = None
+        """None where all goes over gloo."""
+        self.refusal = ""
+        """Why the ranks do not share memory; empty where they do."""
+        if size > 1:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Collective, over gloo: a store may still hold what an earlier group of the same name left there."""
+        offer = Offer()
+        told = [json.loads(each) for each in _tell(self._gloo, json.dumps(offer.told))]
+        refusals = [f"rank {rank}: {each['refusal']}" for rank, each in enumerate(told) if each["refusal"]]
+        hosts = list(dict.fromkeys(each.get("host") for each in told))
+        if refusals:
+            self.refusal = "; ".join(refusals)
+        elif len(hosts) > 1:
+            self.refusal = f"they are on {len(hosts)} hosts, or in containers of their own"
+        else:
+            peers, reason = None, ""
+            try:
+                peers = Peers(self._rank, offer, told, self._seconds)
+            except (OSError, ValueError) as error:
+                reason = f"rank {self._rank}: {error}"
+            reasons = [each for each in _tell(self._gloo, reason) if each]
+            self.refusal = "; ".join(reasons)
+            if not reasons and peers is not None:
+                peers.close_control()
+                self._share(peers)
+                return
+        if self._rank == 0:
+            _LOG.warning(
+                "shm: the %d ranks of this group cannot share memory, so gloo carries it: %s", self._size, self.refusal
+            )
+
+    def _share(self, peers: Peers) -> None:
+        self.peers, self.staged, self.line = peers, Staged(peers), Line(peers)
+        self._sums, self._smalls = {}, {}
+        peers.forget.append(self._forget)
+
+    def _forget(self, index: int) -> None:
+        self._sums = {key: each for key, each in self._sums.items() if each.location >> 56 != index}
+
+    def _seconds(self) -> float:
+        return float(self._gloo.options._timeout.total_seconds())
+
+    def open_channel(self) -> "ShmProcessGroup":
+        """Collective. The same ranks with numbers of their own: what goes over the one never pairs with the other's."""
+        seconds = timedelta(seconds=self._seconds())
+        self.opened_channel = ShmProcessGroup(self._store, self._rank, self._size, seconds, base=self)
+        return self.opened_channel
+
+    def get_group_store(self) -> Store:
+        """Where the ranks have met."""
+        return self._store
+
+    # ---- memory
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` gives memory that is reduced without a copy."""
+        return self.peers is not None and torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """(size,) zeros that `all_reduce` reduces without a copy, on the ranks that all give such a tensor.
+
+        Ordinary memory where ranks do not share any, or where the system has none to share.
+        """
+        if self.peers is not None and torch.device(device).type == "cpu" and size:
+            try:
+                shared = self.peers.allocate(size, dtype)
+            except OSError as error:
+                shared = None
+                _LOG.warning("shm: rank %d gets ordinary memory, which costs copies: %s", self._rank, error)
+            if shared is not None:
+                return shared
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    # ---- the end
+
+    def shutdown(self) -> None:
+        """Leave: let go of the others' memory, and tell them."""
+        if self.opened_channel is not None:
+            self.opened_channel.shutdown()
+            self.opened_channel = None
+        if self.peers is not None:
+            self.line.clear()
+            self._sums.clear()
+            self._smalls.clear()
+            self.peers.leave()
+            self.peers = None
+
+    abort = shutdown
+
+
+def _tell(gloo: Any, text: str) -> list[str]:
+    """Every rank's text, by rank."""
+    sent = text.encode()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(gloo.size())]
+    gloo.allgather([lengths], [torch.tensor([len(sent)])], AllgatherOptions()).wait()
+    longest = max(int(length) for length in lengths) + 1  # not empty
+    padded = torch.frombuffer(bytearray(sent.ljust(longest, b"\0")), dtype=torch.uint8)
+    texts = [torch.empty_like(padded) for _ in lengths]
+    gloo.allgather([texts], [padded], AllgatherOptions()).wait()
+    return [bytes(each.numpy())[: int(length)].decode() for each, length in zip(texts, lengths, strict=True)]

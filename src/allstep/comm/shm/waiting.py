@@ -1,0 +1,96 @@
+"""Waiting for a number in shared memory to grow: spin, then give the core away, then sleep; and never for ever."""
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from allstep.comm.shm.calls import describe
+from allstep.errors import CollectiveError
+
+__all__ = ["LEFT", "Watch"]
+
+LEFT = 8
+"""Word of a rank's counters that is 1 when it has left."""
+
+_YIELDING = 0.004
+"""Seconds to hand the core to whoever wants it before sleeping: a wake-up from sleep costs about 0.1 ms."""
+_SHARE = 0.05
+_LONGEST_SLEEP = 0.002
+_BETWEEN_LOOKS = 0.2
+"""Seconds between two looks at whether the others live."""
+
+
+class Watch:
+    """Waits for the counters of other ranks.
+
+    Args:
+        rank: who waits.
+        counters: by rank, its counters: (words,) 64-bit integers in shared memory.
+        pids: by rank, its process.
+        timeout: seconds that a wait may take; asked for at each long one.
+    """
+
+    def __init__(self, rank: int, counters: Sequence[memoryview], pids: Sequence[int], timeout: Callable[[], float]) -> None:
+        self._rank, self._pids, self._timeout = rank, pids, timeout
+        self._others = [(other, cells) for other, cells in enumerate(counters) if other != rank]
+        self._processes: dict[int, int] = {}  # descriptor -> rank
+        self._poll = select.poll()
+        for other, _ in self._others:
+            fd = os.pidfd_open(pids[other])
+            self._processes[fd] = other
+            self._poll.register(fd, select.POLLIN)
+        # with a core for each rank, what is waited for comes in a moment; otherwise it needs this core
+        self._spins = 100 if len(pids) <= len(os.sched_getaffinity(0)) else 2
+
+    def wait(self, word: int, value: int, call: int) -> None:
+        """Return when that word of every other rank is at least `value`.
+
+        Raises:
+            CollectiveError: a rank has died or left, or the timeout ran out; `call` is what it runs.
+        """
+        for other, cells in self._others:
+            if cells[word] < value:
+                self._wait_for(other, cells, word, value, call)
+
+    def _wait_for(self, other: int, cells: memoryview, word: int, value: int, call: int) -> None:
+        for _ in range(self._spins):
+            if cells[word] >= value:
+                return
+        relax, clock = os.sched_yield, time.monotonic
+        began = looked = clock()
+        while cells[word] < value:
+            for _ in range(8):
+                relax()
+                if cells[word] >= value:
+                    return
+            now = clock()
+            if now - began > _YIELDING:
+                time.sleep(min(_LONGEST_SLEEP, _SHARE * (now - began)))
+            if now - looked > _BETWEEN_LOOKS:
+                looked = now
+                self._look(other, cells, word, value, call, now - began)
+
+    def _look(self, other: int, cells: memoryview, word: int, value: int, call: int, waited: float) -> None:
+        dead = sorted(self._processes[fd] for fd, _ in self._poll.poll(0))
+        if cells[word] >= value:
+            return  # it came here first
+        broke = f"Rank {self._rank} of {len(self._pids)}: {describe(call)} broke off:"
+        if dead:
+            who = ", ".join(f"rank {rank} (process {self._pids[rank]})" for rank in dead)
+            raise CollectiveError(f"{broke} {who} has ended without leaving the group; what was printed there says why.")
+        if cells[LEFT]:
+            raise CollectiveError(
+                f"{broke} rank {other} has left the group. All ranks must run the same collectives before they leave."
+            )
+        if waited > self._timeout():
+            raise CollectiveError(
+                f"{broke} rank {other} did not come to it within the timeout of {self._timeout():g} s. It lives (process "
+                f"{self._pids[other]}), but is late, or runs something else."
+            )
+
+    def close(self) -> None:
+        """Stop looking at the others."""
+        for fd in self._processes:
+            os.close(fd)
+        self._processes.clear()

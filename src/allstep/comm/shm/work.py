@@ -1,0 +1,49 @@
+"""What a caller holds of a collective: torch's `Work`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allstep.comm.shm.line import Line, Started
+
+__all__ = ["ShmWork"]
+
+
+class ShmWork(dist.Work):
+    """A collective, done or in the line."""
+
+    def __init__(self, result: Any, line: Line | None = None, started: Started | None = None) -> None:
+        super().__init__()
+        self._result, self._line, self._started = result, line, started
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return when the result may be read."""
+        started, self._started = self._started, None
+        if started is not None and self._line is not None:
+            self._line.finish(started)
+        return True
+
+    def is_completed(self) -> bool:
+        """True: asking brings it to its end, since nobody else would."""
+        return self.wait()
+
+    def is_success(self) -> bool:
+        """Whether it ended well; it raises otherwise."""
+        return self.wait()
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> Any:
+        """Its tensors."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """One that is done."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future

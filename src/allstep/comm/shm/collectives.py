@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, ReduceScatterOptions
 
 from allstep.comm.shm.calls import DTYPES, pack
+from allstep.comm.shm.hosts import AcrossHosts
 from allstep.comm.shm.line import Line, Number, Started, SumInPlace
 from allstep.comm.shm.peers import SMALL, Peers
 from allstep.comm.shm.reduction import COMBINE
@@ -31,6 +32,7 @@ class Collectives:
 
     peers: Peers | None = None
     """None where all goes over gloo."""
+    across: AcrossHosts | None = None
     staged: Staged
     line: Line
     _gloo: Any
@@ -53,12 +55,7 @@ class Collectives:
         return Number(self._peers(), self.line, value).values
 
     def _can(self, *tensors: torch.Tensor) -> bool:
-        if self.peers is None:
-            return False
-        for tensor in tensors:
-            if tensor.dtype not in _SUPPORTED or tensor.layout is not torch.strided or tensor.device != _CPU:
-                return False
-        return True
+        return self.peers is not None and all(map(_is_plain, tensors))
 
     def _do(self, run: Callable[[], None], opts: Any, result: Any) -> ShmWork:
         """Now, or where the caller does not wait, in the line."""
@@ -75,6 +72,8 @@ class Collectives:
         (tensor,) = tensors
         op = _SUM if opts is None else _op(opts.reduceOp)
         if op not in COMBINE or not self._can(tensor):
+            if self.across is not None and op in COMBINE and _is_plain(tensor):
+                return self._all_reduce_across(tensor, op, opts, tensors)
             return self._gloo.allreduce(tensors, opts or dist.AllreduceOptions())
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -87,6 +86,15 @@ class Collectives:
         if in_place is not None:
             return self._start_in_place(in_place, opts, tensors)
         return self._do(lambda: self._all_reduce(tensor, op), opts, tensors)
+
+    def _all_reduce_across(self, tensor: torch.Tensor, op: Any, opts: Any, result: Any) -> ShmWork:
+        assert self.across is not None
+        started = Started(self.across.start(tensor, op))
+        self.line.add(started)
+        if opts is not None and not opts.asyncOp:
+            self.line.finish(started)
+            return _DONE
+        return ShmWork(result, self.line, started)
 
     def _small_sum(self, tensor: torch.Tensor, op: Any) -> bool:
         """Combine a small tensor at once; False, and nothing done, where it is not small."""
@@ -339,6 +347,10 @@ def _make_room(cache: dict[Any, Any]) -> None:
 def _op(op: Any) -> Any:
     """The kind of a reduction, which can be looked up."""
     return getattr(op, "op", op)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _SUPPORTED and tensor.layout is torch.strided and tensor.device == _CPU
 
 
 def _differ(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

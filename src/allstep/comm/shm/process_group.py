@@ -7,6 +7,7 @@ memory: the first rank then says why, in one line.
 
 import json
 import logging
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from allstep.comm.shm.collectives import Collectives
+from allstep.comm.shm.hosts import AcrossHosts, ranks_of_hosts
 from allstep.comm.shm.line import Line
 from allstep.comm.shm.peers import Offer, Peers
 from allstep.comm.shm.staged import Staged
@@ -50,6 +52,8 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """What `open_channel` has made."""
         self.peers: Peers | None = None
         """None where all goes over gloo."""
+        self.across: AcrossHosts | None = None
+        """Where they are on several hosts, some on each; then all-reduces go over it, and all else over gloo."""
         self.refusal = ""
         """Why the ranks do not share memory; empty where they do."""
         if size > 1:
@@ -57,35 +61,59 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def _meet(self) -> None:
         """Collective, over gloo: a store may still hold what an earlier group of the same name left there."""
-        offer = Offer()
-        told = [json.loads(each) for each in _tell(self._gloo, json.dumps(offer.told))]
+        offer, told = self._offer()
         refusals = [f"rank {rank}: {each['refusal']}" for rank, each in enumerate(told) if each["refusal"]]
-        hosts = list(dict.fromkeys(each.get("host") for each in told))
+        hosts = ranks_of_hosts([each.get("host", "") for each in told])
         if refusals:
             self.refusal = "; ".join(refusals)
-        elif len(hosts) > 1:
-            self.refusal = f"they are on {len(hosts)} hosts, or in containers of their own"
+        elif not hosts:
+            count = len({each["host"] for each in told})
+            self.refusal = f"they are on {count} hosts, or in containers of their own"
+        elif len(hosts) == 1:
+            (peers,) = self._mapped([(offer, told)], hosts[0]) or (None,)
+            if peers is not None:
+                self.peers, self.staged, self.line = peers, Staged(peers), Line(peers)
+                self._sums, self._smalls = {}, {}
+                peers.forget.append(self._forget)
         else:
-            peers, reason = None, ""
-            try:
-                peers = Peers(self._rank, offer, told, self._seconds)
-            except (OSError, ValueError) as error:
-                reason = f"rank {self._rank}: {error}"
-            reasons = [each for each in _tell(self._gloo, reason) if each]
-            self.refusal = "; ".join(reasons)
-            if not reasons and peers is not None:
-                peers.close_control()
-                self._share(peers)
-                return
-        if self._rank == 0:
+            ours = next(ranks for ranks in hosts if self._rank in ranks)
+            both = self._mapped([(offer, told), self._offer()], ours)
+            if both:
+                self._join_hosts(both[0], both[1], hosts)
+        if self.refusal and self._rank == 0:
             _LOG.warning(
                 "shm: the %d ranks of this group cannot share memory, so gloo carries it: %s", self._size, self.refusal
             )
 
-    def _share(self, peers: Peers) -> None:
-        self.peers, self.staged, self.line = peers, Staged(peers), Line(peers)
-        self._sums, self._smalls = {}, {}
-        peers.forget.append(self._forget)
+    def _offer(self) -> tuple[Offer, list[dict[str, Any]]]:
+        """Collective. What this rank offers, and what all do."""
+        offer = Offer()
+        return offer, [json.loads(each) for each in _tell(self._gloo, json.dumps(offer.told))]
+
+    def _mapped(self, offers: list[tuple[Offer, list[dict[str, Any]]]], ours: list[int]) -> list[Peers]:
+        """Collective. The ranks `ours` joined in each memory that was offered; none where that failed on some rank."""
+        joined: list[Peers] = []
+        reason = ""
+        try:
+            for offer, told in offers:
+                joined.append(Peers(ours.index(self._rank), offer, [told[rank] for rank in ours], self._seconds))
+        except (OSError, ValueError) as error:
+            reason = f"rank {self._rank}: {error}"
+        self.refusal = "; ".join(each for each in _tell(self._gloo, reason) if each)
+        for peers in joined:
+            if self.refusal:
+                peers.leave()
+            else:
+                peers.close_control()
+        return [] if self.refusal else joined
+
+    def _join_hosts(self, first: Peers, last: Peers, hosts: list[list[int]]) -> None:
+        """Collective. One gloo group for the first ranks of all hosts, one for the second ones, and so on."""
+        number = next(index for index, ranks in enumerate(hosts) if self._rank in ranks)
+        name = _tell(self._gloo, uuid.uuid4().hex)[0]
+        store = PrefixStore(f"across/{name}/{first.rank}", self._store)
+        across = dist.ProcessGroupGloo(store, number, len(hosts), timedelta(seconds=self._seconds()))
+        self.across, self.line = AcrossHosts(first, last, across, self._size), Line(last)
 
     def _forget(self, index: int) -> None:
         self._sums = {key: each for key, each in self._sums.items() if each.location >> 56 != index}
@@ -131,6 +159,10 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         if self.opened_channel is not None:
             self.opened_channel.shutdown()
             self.opened_channel = None
+        if self.across is not None:
+            self.line.clear()
+            self.across.leave()
+            self.across = None
         if self.peers is not None:
             self.line.clear()
             self._sums.clear()

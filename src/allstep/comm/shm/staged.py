@@ -165,19 +165,21 @@ class Staged:
 
         self.exchange(len(pieces), number, call, show, take)
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, number: int, call: int) -> None:
-        """`flat`, as bytes, of every rank into `outputs`, by rank, where those are wanted."""
-        pieces = flat.split(EXCHANGED)
+    def gather(
+        self, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, number: int, call: int, longest: int | None = None
+    ) -> None:
+        """`flat`, as bytes, of every rank into `outputs`, by rank, where those are wanted; `longest` where sizes differ."""
 
         def show(turn: int, place: torch.Tensor) -> None:
-            place[: pieces[turn].numel()].copy_(pieces[turn])
+            piece = flat[turn * EXCHANGED : (turn + 1) * EXCHANGED]
+            place[: piece.numel()].copy_(piece)
 
         def take(turn: int, places: list[torch.Tensor]) -> None:
-            size = pieces[turn].numel()
             for output, place in zip(outputs or (), places, strict=False):
-                output[turn * EXCHANGED : turn * EXCHANGED + size].copy_(place[:size])
+                piece = output[turn * EXCHANGED : (turn + 1) * EXCHANGED]
+                piece.copy_(place[: piece.numel()])
 
-        self.exchange(len(pieces), number, call, show, take)
+        self.exchange(-(-(longest or flat.numel()) // EXCHANGED), number, call, show, take)
 
     def reduce(self, flat: torch.Tensor, op: Any, root: int, number: int, call: int) -> None:
         """All ranks' `flat` combined into that of rank `root`."""
@@ -194,7 +196,14 @@ class Staged:
         self.exchange(len(pieces), number, call, show, take)
 
     def scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, op: Any, root: int | None, number: int, call: int
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        op: Any,
+        root: int | None,
+        number: int,
+        call: int,
+        longest: int | None = None,
     ) -> None:
         """The pieces for this rank of what all ranks bring, combined; of what rank `root` brings, where that is given.
 
@@ -203,24 +212,27 @@ class Staged:
             inputs: by rank, what this one brings for it; None where it brings nothing.
             op: how to combine; None with a root.
             root: the only rank that brings something.
+            number: that of the collective.
+            call: which it is.
+            longest: elements of the longest output, where they differ.
         """
         step = EXCHANGED // (self._size * output.element_size() * 64) * 64
-        pieces = output.split(step)
 
         def show(turn: int, place: torch.Tensor) -> None:
-            size, typed = pieces[turn].numel(), place.view(output.dtype)
+            typed = place.view(output.dtype)
             for rank, given in enumerate(inputs or ()):
-                typed[rank * step : rank * step + size].copy_(given[turn * step : turn * step + size])
+                piece = given[turn * step : (turn + 1) * step]
+                typed[rank * step : rank * step + piece.numel()].copy_(piece)
 
         def take(turn: int, places: list[torch.Tensor]) -> None:
-            size, start = pieces[turn].numel(), self._rank * step
-            mine = [place.view(output.dtype)[start : start + size] for place in places]
+            piece, start = output[turn * step : (turn + 1) * step], self._rank * step
+            mine = [place.view(output.dtype)[start : start + piece.numel()] for place in places]
             if root is None:
-                combine(mine, op, pieces[turn])
+                combine(mine, op, piece)
             else:
-                pieces[turn].copy_(mine[root])
+                piece.copy_(mine[root])
 
-        self.exchange(len(pieces), number, call, show, take)
+        self.exchange(-(-(longest or output.numel()) // step), number, call, show, take)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int, call: int) -> str:
         """`inputs[r]`, as bytes, to rank r, and `outputs[r]` from it; sizes may all differ. What does not fit, in words.

@@ -1,7 +1,7 @@
 # make demo    two ranks train a small GPT on the source of Python's standard library
 # make test    the tests
 # make check   lint, format, types
-# make bench   our training step against torch's, on this machine
+# make bench   allstep against its peers on this machine, into benchmarks/results (ARGS=--quick: a minute each)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +22,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	for name in allreduce ddp trainer launch; do $(BIN)/allstep bench $$name --output benchmarks/results $(ARGS) || exit 1; done
 
 # constraints.txt pins what is tested
 $(READY): pyproject.toml constraints.txt

@@ -35,6 +35,10 @@ THIRD_PARTY = {
 """Level or part -> packages that it may import beside the standard library; those not named may import what they like."""
 
 
+MEASURING = "allstep.cli.bench.programs."
+"""What runs in the ranks of `allstep bench`: it imports torch, and calls the operations that it measures."""
+
+
 def part_of(module: str) -> str:
     """allstep.ddp.module -> ddp; private modules beside arguments belong to its level."""
     name = module.split(".")[1]
@@ -121,6 +125,8 @@ def test_what_has_to_be_light_imports_nothing_heavy():
             allowed = set()
         else:
             part, level = part_of(name), level_of(name)
+            if name.startswith(MEASURING):
+                continue
             if part not in THIRD_PARTY and level not in THIRD_PARTY:
                 continue
             allowed = THIRD_PARTY.get(part, THIRD_PARTY.get(level))
@@ -130,7 +136,7 @@ def test_what_has_to_be_light_imports_nothing_heavy():
 
 def test_only_comm_speaks_to_torch_distributed():
     for name, path in MODULES.items():
-        if name == "allstep" or part_of(name) in ("comm", "testing"):
+        if name == "allstep" or part_of(name) in ("comm", "testing") or name.startswith(MEASURING):
             continue
         calls = {
             ast.unparse(node.func)
@@ -138,6 +144,12 @@ def test_only_comm_speaks_to_torch_distributed():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         }
         assert not {call for call in calls if call.startswith(("dist.", "torch.distributed."))}, name
+
+
+def test_nothing_but_the_ranks_of_the_benchmark_loads_what_runs_there():
+    for name, others in OWN.items():
+        if not name.startswith(MEASURING):
+            assert not {other for other in others if other.startswith(MEASURING)}, name
 
 
 def test_no_modules_import_one_another_in_a_circle():

@@ -175,3 +175,39 @@ def test_streams_are_refused_in_words():
 def test_what_has_no_length_or_items_is_refused_with_what_it_lacks(dataset, missing):
     with pytest.raises(DataError, match=rf"{type(dataset).__name__} has no {missing}"):
         check_map_style(dataset)
+
+
+class Rows(Dataset):
+    """The items of a list, fetched one by one."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def masked(samples):
+    """A collator that draws, as those of masked language models do."""
+    return [(sample, random.random(), float(np.random.rand()), float(torch.rand(()))) for sample in samples]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_a_collator_draws_for_a_list_is_what_it_draws_for_any_dataset_and_in_workers(kind):
+    rows = kind({"index": index} for index in range(10))
+    of_list = fetch(rows, collator=masked)
+    assert of_list == fetch(Rows(rows), collator=masked)
+    assert of_list == fetch(rows, collator=masked, num_workers=1)
+    assert len({draw for feed in of_list for _, draw, *_ in feed.inputs}) == 10
+
+
+def test_a_list_of_ones_own_class_may_draw():
+    class Noisy(list):
+        def __getitem__(self, index):
+            return {"index": index, "drawn": [torch.rand(()).item()]}
+
+    noisy = Noisy(range(10))
+    assert drawn(fetch(noisy, batch=3)) == drawn(fetch(noisy, batch=2))

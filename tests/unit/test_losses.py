@@ -80,6 +80,14 @@ def test_class_labels_that_are_ignored_do_not_count():
     assert weight_of({"x": torch.zeros(2, 2), "labels": torch.tensor([-100, -100])}, ["labels"]) == 0
 
 
+@pytest.mark.parametrize("shape", [(0,), (7,), (16, 16), (257,), (40, 50)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_few_labels_and_many_are_counted_alike(shape, dtype):
+    labels = torch.randint(-101, -98, shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    assert weight_of({"labels": labels}, ["labels"]) == int((labels != -100).sum())
+    assert weight_of({"labels": labels.t()}, ["labels"]) == int((labels != -100).sum())
+
+
 @pytest.mark.parametrize(
     ("inputs", "names"),
     [

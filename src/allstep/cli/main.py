@@ -9,6 +9,7 @@ import allstep
 __all__ = ["main"]
 
 _COMMANDS = {
+    "bench": ("allstep.cli.bench.command", "Measure allstep against its peers on this machine."),
     "launch": ("allstep.cli.launch", "Start a script on several ranks of this machine, and watch over them."),
 }
 """Name of a command → the module that has a click command of that name, and what it does in one line."""

@@ -23,8 +23,7 @@ from allstep.errors import DataError
 __all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "sample_ids", "shuffled", "training_picks"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """A place of the grid: the samples of one forward."""
 
     epoch: int

@@ -54,11 +54,12 @@ class MicroBatchLoader:
 
     def __init__(self, dataset: Any, seed: int, options: LoaderOptions) -> None:
         check_map_style(dataset)
+        self._dataset, self._collate = _SeededDataset(dataset, options.columns, seed), _Collator(options.collator)
         self._picks = _Picks()
         self._loader: DataLoader[Feed] = DataLoader(
-            _SeededDataset(dataset, options.columns, seed),
+            self._dataset,
             batch_sampler=self._picks,  # type: ignore[arg-type]  # torch only iterates over it
-            collate_fn=_Collator(options.collator),  # type: ignore[arg-type]  # __getitems__ gives it more than a list
+            collate_fn=self._collate,  # type: ignore[arg-type]  # __getitems__ gives it more than a list
             num_workers=options.num_workers,
             pin_memory=options.pin_memory,
             persistent_workers=options.persistent_workers and options.num_workers > 0,
@@ -68,6 +69,8 @@ class MicroBatchLoader:
 
     def feeds(self, picks: Iterable[Pick]) -> Iterator[Feed]:
         """Fetch `picks`, in order; loader workers, where there are some, fetch ahead."""
+        if not self._loader.num_workers and not self._loader.pin_memory:
+            return (self._collate(self._dataset.__getitems__(pick)) for pick in picks)
         self._picks.current = picks
         if self._loader.num_workers:
             wait_for_quiet_threads()
@@ -94,9 +97,15 @@ class _SeededDataset(Dataset[Any]):
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(mixed(self._seed, epoch, *pick.sample_ids))
             samples = self._dataset.__getitems__(pick.sample_ids)
+        elif type(self._dataset) in (list, tuple):
+            # Nothing is drawn there. What the collator draws comes after the last sample, as it does elsewhere.
+            samples = [self._dataset[index] for index in pick.sample_ids[:-1]]
+            samples += [self._fetch(epoch, index) for index in pick.sample_ids[-1:]]
         else:
             samples = [self._fetch(epoch, index) for index in pick.sample_ids]
-        return pick, [select_columns(sample, self._columns) for sample in samples]
+        if self._columns is not None:
+            samples = [select_columns(sample, self._columns) for sample in samples]
+        return pick, samples
 
     def _fetch(self, epoch: int, index: int) -> Any:
         seed_generators(mixed(self._seed, epoch, index))

@@ -108,9 +108,10 @@ class CallbackHandler:
 
     def call(self, event: str, **kwargs: Any) -> None:
         """Tell every callback of `event`."""
+        unheard = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
             method = getattr(callback, event, None)
-            if method is not None:
+            if method is not None and getattr(method, "__func__", None) is not unheard:
                 changed = method(self.args, self.state, self.control, **self.kwargs, **kwargs)
                 if changed is not None:
                     self.control = changed

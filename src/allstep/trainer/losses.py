@@ -18,6 +18,8 @@ __all__ = ["accepted_columns", "call_model", "label_names_of", "loss_of", "weigh
 
 IGNORED = -100
 """The label that a loss leaves out: `ignore_index` of torch's losses."""
+FEW = 256
+"""Labels that are counted as numbers, not as a tensor."""
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
@@ -56,12 +58,19 @@ def loss_of(outputs: Any, model: nn.Module) -> torch.Tensor:
 def weight_of(inputs: Any, label_names: Sequence[str]) -> int:
     """What the mean loss of a micro-batch was taken over: labels that count, token by token, else samples."""
     if isinstance(inputs, Mapping):
-        labels = [inputs[name] for name in label_names if isinstance(inputs.get(name), torch.Tensor)]
-        labels = [each for each in labels if each.dim() and not each.is_floating_point()]
+        named = [inputs.get(name) for name in label_names]
+        labels = [each for each in named if isinstance(each, torch.Tensor) and each.dim() and not each.is_floating_point()]
         if labels:  # those of tokens before those of samples
-            return int((next((each for each in labels if each.dim() > 1), labels[0]) != IGNORED).sum())
+            return _counted(next((each for each in labels if each.dim() > 1), labels[0]))
     size = size_of(inputs)
     return 1 if size is None else size
+
+
+def _counted(labels: torch.Tensor) -> int:
+    """How many of `labels` are not to be left out."""
+    if labels.numel() <= FEW and labels.device.type == "cpu":  # two kernels take longer than counting a short list
+        return labels.numel() - labels.flatten().tolist().count(IGNORED)
+    return int((labels != IGNORED).sum())
 
 
 def label_names_of(model: nn.Module, named: Sequence[str] | None) -> list[str]:

@@ -11,6 +11,7 @@ from allstep.data.grid import MicroBatch, sample_ids
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
+from allstep.trainer.gradients import backward, clip_gradients, drop_gradients
 from allstep.trainer.losses import weight_of
 from allstep.trainer.meter import StepResult
 from allstep.trainer.precision import autocast
@@ -28,7 +29,7 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
     """
     place: MicroBatch | None = None  # where this rank is
     try:
-        weight, loss = 0.0, torch.zeros((), device=run.device)
+        weight, losses = 0.0, None
         reduced = False
         for micro_batch in window:
             place = micro_batch
@@ -39,12 +40,12 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
             weight += own_weight
             if own_weight:  # without a label that counts, a mean loss would be 0/0
                 with nullcontext() if last else run.model.no_sync():
-                    loss = loss + _forward_backward(run, feed, own_weight, weight if last else None, loss)
+                    losses = _forward_backward(run, feed, own_weight, weight if last else None, losses)
                 reduced = last
             if not last:
                 run.callbacks.call("on_substep_end")
         if not reduced:
-            run.model.take_part(weight=weight, carried=loss)
+            run.model.take_part(weight=weight, carried=torch.zeros((), device=run.device) if losses is None else losses)
     except (CollectiveError, RankFailedError):
         raise
     except Exception as error:
@@ -53,30 +54,34 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
     return _step(run)
 
 
-def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, losses: torch.Tensor) -> torch.Tensor:
-    """weight x loss of one micro-batch, its gradients accumulated; with `total` they are reduced, divided by all weights."""
+def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, losses: torch.Tensor | None) -> torch.Tensor:
+    """Accumulate the gradients of weight x loss of one micro-batch, and give `losses` plus that.
+
+    With `total`, all that was accumulated is reduced, and divided by the weights of all ranks.
+    """
     micro_batch = feed.micro_batch
     seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
     inputs = to_device(feed.inputs, run.device)
     with autocast(run.args, run.device):
-        loss = run.compute_loss(run.model, inputs) * weight
+        loss = run.compute_loss(run.model, inputs)
+    weighted = loss.detach() * weight
+    losses = weighted if losses is None else losses + weighted
     if total is not None:
-        run.model.weigh(total, losses + loss.detach())
-    loss.backward()
-    return loss.detach()
+        run.model.weigh(total, losses)
+    backward(loss, weight)
+    return losses
 
 
 def _step(run: Run) -> StepResult:
     totals = run.model.totals
     assert totals is not None
-    parameters = run.parameters
-    norm = torch.nn.utils.clip_grad_norm_(parameters, run.args.max_grad_norm) if run.args.max_grad_norm > 0 else None
+    norm = clip_gradients(run.parameters, run.args.max_grad_norm) if run.args.max_grad_norm > 0 else None
     run.callbacks.call("on_pre_optimizer_step")
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.optimizer.step()
     run.callbacks.call("on_optimizer_step")
     run.scheduler.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    drop_gradients(run.optimizer)
     return StepResult(totals.carried, totals.weight, norm, learning_rate)
 
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Barrie
 
 from allstep.comm.shm.calls import DTYPES, pack
 from allstep.comm.shm.hosts import AcrossHosts
-from allstep.comm.shm.line import Line, Number, Started, SumInPlace
+from allstep.comm.shm.line import Call, Line, Number, SumInPlace
 from allstep.comm.shm.peers import SMALL, Peers
 from allstep.comm.shm.reduction import COMBINE
 from allstep.comm.shm.small import SmallSum
@@ -57,15 +57,31 @@ class Collectives:
     def _can(self, *tensors: torch.Tensor) -> bool:
         return self.peers is not None and all(map(_is_plain, tensors))
 
-    def _do(self, run: Callable[[], None], opts: Any, result: Any) -> ShmWork:
-        """Now, or where the caller does not wait, in the line."""
-        if opts is not None and opts.asyncOp:
-            started = Started(run)
-            self.line.add(started)
-            return ShmWork(result, self.line, started)
-        self.line.drain()
-        run()
-        return _DONE
+    def _do(self, call: int, body: Callable[[int, int], None], opts: Any, result: Any) -> ShmWork:
+        """A staged collective: now, or where the caller does not wait, in the line.
+
+        Args:
+            call: which it is.
+            body: `body(number, call)` is this rank's part, when all have come.
+            opts: those of torch.
+            result: its tensors.
+        """
+        peers, waits = self._peers(), opts is not None and not opts.asyncOp
+        if waits:
+            self.line.drain()
+        number = peers.post(call)
+
+        def run() -> None:
+            peers.meet(number, call)
+            body(number, call)
+            peers.done(number)
+
+        if waits:
+            run()
+            return _DONE
+        started = Call(run, number)
+        self.line.add(started)
+        return ShmWork(result, self.line, started)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Combine `tensors[0]` over ranks, in place."""
@@ -85,11 +101,16 @@ class Collectives:
         in_place = self._known_sum(tensor, op)
         if in_place is not None:
             return self._start_in_place(in_place, opts, tensors)
-        return self._do(lambda: self._all_reduce(tensor, op), opts, tensors)
+
+        def body(number: int, call: int) -> None:
+            with Flat(tensor) as flat:
+                self.staged.all_reduce(flat, op, number, call)
+
+        return self._do(pack("all_reduce", tensor.dtype, tensor.numel(), op), body, opts, tensors)
 
     def _all_reduce_across(self, tensor: torch.Tensor, op: Any, opts: Any, result: Any) -> ShmWork:
         assert self.across is not None
-        started = Started(self.across.start(tensor, op))
+        started = Call(self.across.start(tensor, op))
         self.line.add(started)
         if opts is not None and not opts.asyncOp:
             self.line.finish(started)
@@ -135,41 +156,14 @@ class Collectives:
             return _DONE
         return ShmWork(result, self.line, started)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        peers, staged = self.peers, self.staged
-        assert peers is not None
-        if self._small_sum(tensor, op):
-            return
-        call = pack("all_reduce", tensor.dtype, tensor.numel(), op)
-        with Flat(tensor) as flat:
-            number = peers.post(call)
-            peers.meet(number, call)
-            staged.all_reduce(flat, op, number, call)
-        peers.done(number)
-
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """Combine each of `tensors` over ranks, in place, as one message for each dtype."""
-        op = _SUM if opts is None else _op(opts.reduceOp)
-        if op not in COMBINE or not self._can(*tensors):
+        """Combine each of `tensors` over ranks, in place."""
+        if not self._can(*tensors):
             return self._gloo.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
-
-        def run() -> None:
-            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-                alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-                whole = torch.cat([tensor.reshape(-1) for tensor in alike])
-                self._all_reduce(whole, op)
-                for tensor, part in zip(alike, whole.split([each.numel() for each in alike]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
-
-        return self._do(run, opts, tensors)
-
-    def _staged(self, kind: str, like: torch.Tensor, numel: int, op: Any = None, root: int = 0) -> tuple[int, int]:
-        """Come to a staged collective and meet the others there: its number and what it is."""
-        assert self.peers is not None
-        call = pack(kind, like.dtype, numel, op, root)
-        number = self.peers.post(call)
-        self.peers.meet(number, call)
-        return number, call
+        options = dist.AllreduceOptions()
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
+        return _all_of(tensors, [self.allreduce([tensor], options) for tensor in tensors])
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """`tensors[0]` of rank `opts.rootRank` to all."""
@@ -177,43 +171,40 @@ class Collectives:
         if not self._can(tensor):
             return self._gloo.broadcast(tensors, opts)
 
-        def run() -> None:
+        def body(number: int, call: int) -> None:
             with Flat(tensor, is_written=root != self._rank) as flat:
-                number, call = self._staged("broadcast", tensor, tensor.numel(), root=root)
                 self.staged.broadcast(as_bytes(flat), root, number, call)
-                self._done(number)
 
-        return self._do(run, opts, tensors)
+        return self._do(pack("broadcast", tensor.dtype, tensor.numel(), root=root), body, opts, tensors)
 
-    def _done(self, number: int) -> None:
-        assert self.peers is not None
-        self.peers.done(number)
+    def _gather(
+        self, call: int, outputs: Sequence[torch.Tensor] | None, source: torch.Tensor, opts: Any, result: Any
+    ) -> ShmWork:
+        def body(number: int, call: int) -> None:
+            with ExitStack() as stack:
+                flat = stack.enter_context(Flat(source, is_written=False))
+                wanted = None if outputs is None else [as_bytes(stack.enter_context(Flat(each))) for each in outputs]
+                self.staged.gather(wanted, as_bytes(flat), number, call)
 
-    def _gather(self, kind: str, outputs: Sequence[torch.Tensor] | None, source: torch.Tensor, root: int = 0) -> None:
-        with ExitStack() as stack:
-            flat = stack.enter_context(Flat(source, is_written=False))
-            wanted = None if outputs is None else [as_bytes(stack.enter_context(Flat(each))) for each in outputs]
-            number, call = self._staged(kind, source, source.numel(), root=root)
-            self.staged.gather(wanted, as_bytes(flat), number, call)
-            self._done(number)
+        return self._do(call, body, opts, result)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         """Every rank's `inputs[0]` into `outputs[0]`, by rank."""
         (wanted,), (source,) = outputs, inputs
         if not self._can(source, *wanted) or _differ(source, wanted):
             return self._gloo.allgather(outputs, inputs, opts or AllgatherOptions())
-        return self._do(lambda: self._gather("all_gather", wanted, source), opts, outputs)
+        return self._gather(pack("all_gather", source.dtype, source.numel()), wanted, source, opts, outputs)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Every rank's `source` into `output`, one behind the other."""
         if not self._can(source, output) or output.dtype != source.dtype or output.numel() != source.numel() * self._size:
             return self._gloo._allgather_base(output, source, opts or AllgatherOptions())
 
-        def run() -> None:
-            with Flat(output) as flat:
-                self._gather("all_gather", flat.split(source.numel()) if source.numel() else [flat] * self._size, source)
+        def body(number: int, call: int) -> None:
+            with Flat(output) as flat, Flat(source, is_written=False) as given:
+                self.staged.gather(_equal_parts(as_bytes(flat), self._size), as_bytes(given), number, call)
 
-        return self._do(run, opts, [output])
+        return self._do(pack("all_gather", source.dtype, source.numel()), body, opts, [output])
 
     _allgather_base = all_gather_single
 
@@ -228,7 +219,7 @@ class Collectives:
         (source,), wanted = inputs, outputs[0] if outputs else None
         if not self._can(source, *(wanted or ())) or _differ(source, wanted or ()):
             return self._gloo.gather(outputs, inputs, opts)
-        return self._do(lambda: self._gather("gather", wanted, source, opts.rootRank), opts, outputs)
+        return self._gather(pack("gather", source.dtype, source.numel(), root=opts.rootRank), wanted, source, opts, outputs)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """`tensors[0]` of all ranks, combined, into that of rank `opts.rootRank`."""
@@ -236,37 +227,40 @@ class Collectives:
         if op not in COMBINE or not self._can(tensor):
             return self._gloo.reduce(tensors, opts)
 
-        def run() -> None:
+        def body(number: int, call: int) -> None:
             with Flat(tensor, is_written=root == self._rank) as flat:
-                number, call = self._staged("reduce", tensor, tensor.numel(), op, root)
                 self.staged.reduce(flat, op, root, number, call)
-                self._done(number)
 
-        return self._do(run, opts, tensors)
-
-    def _scatter(
-        self, kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, op: Any, root: int | None
-    ) -> None:
-        with ExitStack() as stack:
-            flat = stack.enter_context(Flat(output))
-            given = None if inputs is None else [stack.enter_context(Flat(each, is_written=False)) for each in inputs]
-            number, call = self._staged(kind, output, output.numel(), op, root or 0)
-            self.staged.scatter(flat, given, op, root, number, call)
-            self._done(number)
+        return self._do(pack("reduce", tensor.dtype, tensor.numel(), op, root), body, opts, tensors)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
         """`inputs[0][r]` of rank `opts.rootRank` into `outputs[0]` of rank r."""
         (output,), given = outputs, inputs[0] if inputs else None
         if not self._can(output, *(given or ())) or _differ(output, given or ()):
             return self._gloo.scatter(outputs, inputs, opts)
-        return self._do(lambda: self._scatter("scatter", output, given, None, opts.rootRank), opts, outputs)
+        root = opts.rootRank
+
+        def body(number: int, call: int) -> None:
+            with ExitStack() as stack:
+                flat = stack.enter_context(Flat(output))
+                pieces = None if given is None else [stack.enter_context(Flat(each, is_written=False)) for each in given]
+                self.staged.scatter(flat, pieces, None, root, number, call)
+
+        return self._do(pack("scatter", output.dtype, output.numel(), root=root), body, opts, outputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         """`inputs[0][r]` of all ranks, combined, into `outputs[0]` of rank r."""
         (output,), (given,), op = outputs, inputs, _SUM if opts is None else _op(opts.reduceOp)
         if op not in COMBINE or not self._can(output, *given) or _differ(output, given):
             return self._gloo.reduce_scatter(outputs, inputs, opts or ReduceScatterOptions())
-        return self._do(lambda: self._scatter("reduce_scatter", output, given, op, None), opts, outputs)
+
+        def body(number: int, call: int) -> None:
+            with ExitStack() as stack:
+                flat = stack.enter_context(Flat(output))
+                pieces = [stack.enter_context(Flat(each, is_written=False)) for each in given]
+                self.staged.scatter(flat, pieces, op, None, number, call)
+
+        return self._do(pack("reduce_scatter", output.dtype, output.numel(), op), body, opts, outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """The r-th part of `source` of all ranks, combined, into `output` of rank r."""
@@ -275,12 +269,11 @@ class Collectives:
         if op not in COMBINE or not self._can(output, source) or not fits:
             return self._gloo._reduce_scatter_base(output, source, opts or ReduceScatterOptions())
 
-        def run() -> None:
-            with Flat(source, is_written=False) as flat:
-                parts = flat.split(output.numel()) if output.numel() else [flat] * self._size
-                self._scatter("reduce_scatter", output, parts, op, None)
+        def body(number: int, call: int) -> None:
+            with Flat(output) as flat, Flat(source, is_written=False) as given:
+                self.staged.scatter(flat, _equal_parts(given, self._size), op, None, number, call)
 
-        return self._do(run, opts, [output])
+        return self._do(pack("reduce_scatter", output.dtype, output.numel(), op), body, opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -294,16 +287,19 @@ class Collectives:
         """`inputs[r]` to rank r, and `outputs[r]` from it; their sizes may differ."""
         if not self._can(*outputs, *inputs):
             return self._gloo.alltoall(outputs, inputs, opts or AllToAllOptions())
-        return self._do(lambda: self._all_to_all(outputs, inputs), opts, outputs)
 
-    def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        with ExitStack() as stack:
-            wanted = [as_bytes(stack.enter_context(Flat(each))) for each in outputs]
-            given = [as_bytes(stack.enter_context(Flat(each, is_written=False))) for each in inputs]
-            number, call = self._staged("all_to_all", outputs[0], 0)
-            wrong = self.staged.all_to_all(wanted, given, number, call)
-            self._done(number)
+        def body(number: int, call: int) -> None:
+            with ExitStack() as stack:
+                wanted = [as_bytes(stack.enter_context(Flat(each))) for each in outputs]
+                given = [as_bytes(stack.enter_context(Flat(each, is_written=False))) for each in inputs]
+                self._all_to_all(wanted, given, number, call)
+
+        return self._do(pack("all_to_all", outputs[0].dtype, 0), body, opts, outputs)
+
+    def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int, call: int) -> None:
+        wrong = self.staged.all_to_all(outputs, inputs, number, call)
         if wrong:
+            self._peers().done(number)
             raise CollectiveError(f"Rank {self._rank} of {self._size}: all_to_all: {wrong}.")
 
     def all_to_all_single(
@@ -313,13 +309,13 @@ class Collectives:
         if not self._can(output, source):
             return self._gloo.alltoall_base(output, source, output_splits, input_splits, opts or AllToAllOptions())
 
-        def run() -> None:
+        def body(number: int, call: int) -> None:
             with Flat(output) as wanted, Flat(source, is_written=False) as given:
-                self._all_to_all(
-                    _parts(wanted, output, output_splits, self._size), _parts(given, source, input_splits, self._size)
-                )
+                into = _parts(wanted, output, output_splits, self._size)
+                parts = _parts(given, source, input_splits, self._size)
+                self._all_to_all(list(map(as_bytes, into)), list(map(as_bytes, parts)), number, call)
 
-        return self._do(run, opts, [output])
+        return self._do(pack("all_to_all", output.dtype, 0), body, opts, [output])
 
     alltoall_base = all_to_all_single
 
@@ -328,14 +324,9 @@ class Collectives:
         if self.peers is None:
             return self._gloo.barrier(opts or BarrierOptions())
 
-        def run() -> None:
-            number, _ = self._staged("barrier", _NOTHING, 0)
-            self._done(number)
-
-        return self._do(run, opts, [])
+        return self._do(pack("barrier", torch.float32, 0), lambda *_: None, opts, [])
 
 
-_NOTHING = torch.empty(0)
 _DONE = ShmWork(None)
 
 
@@ -359,15 +350,20 @@ def _differ(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 
 
 def _all_of(result: list[torch.Tensor], works: list[Any]) -> Any:
-    """One work for several: all are in the line, and the last one done means that all are."""
+    """One work for several: they are in the line, where the last one done means that all are; gloo's are waited for."""
     for work in works[:-1]:
-        work.wait()
+        if not isinstance(work, ShmWork):
+            work.wait()
     return works[-1] if works else ShmWork(result)
+
+
+def _equal_parts(flat: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    return flat.split(flat.numel() // size) if flat.numel() else [flat] * size
 
 
 def _parts(flat: torch.Tensor, shaped: torch.Tensor, splits: Sequence[int], size: int) -> Sequence[torch.Tensor]:
     """`flat` cut for the ranks: by `splits` along the first dimension of `shaped`, or into equal parts."""
     if not splits:
-        return flat.split(flat.numel() // size) if flat.numel() else [flat] * size
+        return _equal_parts(flat, size)
     row = math.prod(shaped.shape[1:])
     return list(flat.split([split * row for split in splits]))

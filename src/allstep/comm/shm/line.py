@@ -3,7 +3,7 @@
 Nobody works for them in the background: what is in the line goes on when something is started, asked or waited for. So a rank
 that has started a collective and looks after none keeps its peers waiting, as one that comes late does. In return no thread
 takes a core from those who compute, and nothing waits inside a backward: a bucket is posted, and whoever finds one that all
-have posted sums its slice.
+have posted sums its slice. A process that waits for long in one line helps in its others, since its peers may wait there.
 """
 
 import struct
@@ -18,8 +18,9 @@ from allstep.comm.shm.calls import pack
 from allstep.comm.shm.peers import MOST_POSTED, Peers
 from allstep.comm.shm.reduction import Blocks, multiply, own_slices
 from allstep.comm.shm.staged import Staged
+from allstep.comm.shm.waiting import IDLE
 
-__all__ = ["Line", "Number", "Started", "SumInPlace"]
+__all__ = ["Call", "Line", "Number", "Started", "SumInPlace"]
 
 _FLOAT, _BITS = struct.Struct("<d"), struct.Struct("<q")
 
@@ -27,21 +28,41 @@ _FLOAT, _BITS = struct.Struct("<d"), struct.Struct("<q")
 class Started:
     """A collective in the line."""
 
-    __slots__ = ("_run", "is_done")
+    __slots__ = ("is_done", "number")
 
-    number: int | None = None
-    """Of a collective that has been posted."""
+    is_quick = False
+    """Whether it needs of the others only that they have come, and not that they work on it at the same time."""
 
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run = run
-        self.is_done = False
+    number: int | None
+    """Of the collective; None of one that is not posted before it runs."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number, self.is_done = number, False
 
     def run(self) -> None:
-        """Come to it, wait for the others, and do this rank's part."""
-        self._run()
+        """Wait for the others, and do this rank's part."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until the others have done theirs."""
+
+
+class Call(Started):
+    """One that is done when it has run.
+
+    Args:
+        run: called with nothing.
+        number: of the collective, where it has been posted.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[], None], number: int | None = None) -> None:
+        super().__init__(number)
+        self._run = run
+
+    def run(self) -> None:
+        self._run()
 
 
 class Line:
@@ -50,6 +71,8 @@ class Line:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._waiting: deque[Started] = deque()
+        self._is_running = False
+        IDLE.add(self)
 
     @property
     def is_busy(self) -> bool:
@@ -57,7 +80,7 @@ class Line:
         return bool(self._waiting)
 
     def add(self, started: Started) -> None:
-        """One more; this rank has posted it, or will when it runs."""
+        """One more."""
         if len(self._waiting) >= MOST_POSTED:
             self._run_first()
         self._waiting.append(started)
@@ -65,8 +88,17 @@ class Line:
     def progress(self) -> None:
         """Do what needs no waiting."""
         waiting = self._waiting
-        while waiting and waiting[0].number is not None and self._peers.has_come(waiting[0].number):
+        while waiting and waiting[0].is_quick and self._all_have_come(waiting[0]):
             self._run_first()
+
+    def help(self) -> None:
+        """Do what all have come to, while this process waits in another line: there the others may wait for this one."""
+        waiting = self._waiting
+        while waiting and not self._is_running and self._all_have_come(waiting[0]):
+            self._run_first()
+
+    def _all_have_come(self, started: Started) -> bool:
+        return started.number is not None and self._peers.has_come(started.number)
 
     def finish(self, started: Started) -> None:
         """Return when it is done on all ranks, and with it those before it."""
@@ -79,19 +111,18 @@ class Line:
         while self._waiting:
             self._run_first()
 
-    def drain_unposted(self) -> None:
-        """Before one is posted: those that stand before it are posted first."""
-        while any(started.number is None for started in self._waiting):
-            self._run_first()
-
     def clear(self) -> None:
         """Forget them; the group ends."""
         self._waiting.clear()
 
     def _run_first(self) -> None:
-        first = self._waiting.popleft()
+        first, before = self._waiting.popleft(), self._is_running
         first.is_done = True  # also where it raises: the next one has to find its turn
-        first.run()
+        self._is_running = True
+        try:
+            first.run()
+        finally:
+            self._is_running = before
 
 
 class SumInPlace:
@@ -140,7 +171,6 @@ class SumInPlace:
 
         A function `scale` is called when all ranks have come to this collective, and to those before it.
         """
-        self.line.drain_unposted()
         started = StartedSum(self, fresh, scale, scaled)
         self.line.add(started)
         self.line.progress()
@@ -173,7 +203,10 @@ class SumInPlace:
 class StartedSum(Started):
     """One of them, posted."""
 
-    __slots__ = ("_fresh", "_scale", "_scaled", "_sum", "number")
+    __slots__ = ("_fresh", "_scale", "_scaled", "_sum")
+
+    is_quick = True
+    number: int
 
     def __init__(
         self,
@@ -182,8 +215,8 @@ class StartedSum(Started):
         scale: float | Callable[[], float],
         scaled: int | None,
     ) -> None:
-        self._sum, self._fresh, self._scale, self._scaled, self.is_done = sum_in_place, fresh, scale, scaled, False
-        self.number: int = sum_in_place.peers.post(sum_in_place.call, sum_in_place.location)
+        super().__init__(sum_in_place.peers.post(sum_in_place.call, sum_in_place.location))
+        self._sum, self._fresh, self._scale, self._scaled = sum_in_place, fresh, scale, scaled
 
     def run(self) -> None:
         fresh, self._fresh = self._fresh, None
@@ -201,13 +234,14 @@ class StartedSum(Started):
 class Number(Started):
     """A number that every rank posts, and that all can read when all have come: at no wait of its own."""
 
-    __slots__ = ("_call", "_line", "_numbers", "_peers", "number")
+    __slots__ = ("_call", "_line", "_numbers", "_peers")
+
+    is_quick = True
+    number: int
 
     def __init__(self, peers: Peers, line: Line, value: float) -> None:
-        self._peers, self._line, self.is_done = peers, line, False
-        self._call = pack("number", torch.float64, 0)
-        line.drain_unposted()
-        self.number: int = peers.post(self._call, _BITS.unpack(_FLOAT.pack(value))[0])
+        self._peers, self._line, self._call = peers, line, pack("number", torch.float64, 0)
+        super().__init__(peers.post(self._call, _BITS.unpack(_FLOAT.pack(value))[0]))
         line.add(self)
 
     def run(self) -> None:

@@ -45,8 +45,8 @@ STAGED = 3 << 20
 MOST_POSTED = REMEMBERED // 2
 """Collectives that may be posted and not done: others may not have read the calls of those before yet."""
 
-PRIVATE = -1
-"""Location of a tensor that is not in shared memory."""
+PRIVATE, COPIED = -1, -2
+"""Location of a tensor that is not in shared memory; and of one whose copy is where small ones are left."""
 
 
 class Offer:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from allstep.comm.shm.calls import pack
-from allstep.comm.shm.peers import CALLS, DONE, POSTED, REMEMBERED, Peers
+from allstep.comm.shm.peers import CALLS, COPIED, DONE, POSTED, REMEMBERED, Peers
 from allstep.comm.shm.reduction import COMBINE, combine
 from allstep.comm.shm.staged import Staged
 
@@ -21,7 +21,7 @@ class SmallSum:
 
     Args:
         peers: the ranks.
-        staged: what to do where some rank's tensor lies in shared memory, so that it has left no copy.
+        staged: what to do where some rank has left no copy: its tensor lies in shared memory, or it does not wait.
         like: a tensor of that shape and dtype, contiguous.
         op: how values are combined.
     """
@@ -45,13 +45,13 @@ class SmallSum:
         copies[peers.rank].copy_(tensor)
         peers.posted, at = number, CALLS + 2 * (number % REMEMBERED)
         own[at] = self._call
-        own[at + 1] = -1
+        own[at + 1] = COPIED
         own[POSTED] = number
         for cells in others:
             if cells[POSTED] < number:
                 peers.watch.wait(POSTED, number, self._call)
         for cells in others:
-            if cells[at] != self._call or cells[at + 1] >= 0:
+            if cells[at] != self._call or cells[at + 1] != COPIED:
                 peers.meet(number, self._call)
                 self._staged.all_reduce(tensor.view(-1), self._op, number, self._call)
                 break

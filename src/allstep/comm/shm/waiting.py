@@ -3,12 +3,14 @@
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from allstep.comm.shm.calls import describe
 from allstep.errors import CollectiveError
 
-__all__ = ["LEFT", "Watch"]
+__all__ = ["IDLE", "LEFT", "Watch"]
 
 LEFT = 8
 """Word of a rank's counters that is 1 when it has left."""
@@ -17,8 +19,21 @@ _YIELDING = 0.004
 """Seconds to hand the core to whoever wants it before sleeping: a wake-up from sleep costs about 0.1 ms."""
 _SHARE = 0.05
 _LONGEST_SLEEP = 0.002
+_ALONE = 0.001
+"""Seconds to wait before looking at other lines."""
 _BETWEEN_LOOKS = 0.2
 """Seconds between two looks at whether the others live."""
+
+
+class Helper(Protocol):
+    """What can use the time of a process that waits."""
+
+    def help(self) -> None:
+        """Do what can be done without waiting for ranks that are not there."""
+
+
+IDLE: "weakref.WeakSet[Helper]" = weakref.WeakSet()
+"""All that this process can do while it waits."""
 
 
 class Watch:
@@ -65,6 +80,9 @@ class Watch:
                 if cells[word] >= value:
                     return
             now = clock()
+            if now - began > _ALONE:
+                for line in list(IDLE):
+                    line.help()
             if now - began > _YIELDING:
                 time.sleep(min(_LONGEST_SLEEP, _SHARE * (now - began)))
             if now - looked > _BETWEEN_LOOKS:

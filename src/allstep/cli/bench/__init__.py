@@ -1,0 +1,1 @@
+"""`allstep bench`: this package against its peers, on the machine at hand. `command` is the place to begin."""

@@ -65,16 +65,26 @@ class Buckets:
         self._scale: Callable[[], float] | None = None
         self.lay_out(range(len(named) - 1, -1, -1))  # gradients usually come in reverse registration order
 
-    def lay_out(self, order: Sequence[int]) -> None:
-        """Plan buckets for gradients that come in `order`, and make their memory."""
+    def lay_out(self, order: Sequence[int], cuts: Sequence[int] | None = None) -> None:
+        """Make buckets for gradients that come in `order`, by the caps or at `cuts`, and their memory."""
         count, sparse = len(self._specs), self.gradients.sparse
         self.order = [index for index in order if index not in sparse]
         riders = Riders.count(count, self._communicator.size)
-        self.layout = plan_layout(self._specs, self.order, self.caps, riders, self._delayed)
+        self.layout = plan_layout(self._specs, self.order, self.caps, riders, self._delayed, cuts)
         self._allocate()
         self.countdown = Countdown(self.layout, count, self._delayed, self._trigger)
         self.launched: list[int] = [0] * len(self.layout.buckets)
         """Per bucket, collectives started since the buckets were laid out."""
+
+    @property
+    def is_to_be_planned(self) -> bool:
+        """Whether nobody has chosen how these buckets are cut, and there is something to choose."""
+        return self.caps.is_planned and not self._delayed and self._communicator.size > 1
+
+    def are_cut_at(self, order: Sequence[int], cuts: Sequence[int]) -> bool:
+        """Whether `lay_out` would put the same gradients together, in the same order of buckets."""
+        other = plan_layout(self._specs, order, self.caps, len(self.riders.numbers), self._delayed, cuts)
+        return [{*bucket.parameters} for bucket in other.buckets] == [{*bucket.parameters} for bucket in self.layout.buckets]
 
     def _allocate(self) -> None:
         """Make the memory that the layout describes."""

@@ -11,8 +11,9 @@ import hashlib
 import json
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["Bucket", "BucketCaps", "BucketLayout", "ParameterSpec", "Slot", "plan_layout"]
@@ -125,6 +126,8 @@ class BucketCaps:
     """Of the last bucket to fill: small, because no backward is left that could hide its collective."""
     given: tuple[int, ...] = ()
     """Caps of the first buckets one by one, where somebody chose them."""
+    is_planned: bool = field(default=False, compare=False)
+    """Nobody chose them: they hold until cuts are planned from measurements."""
 
     @classmethod
     def in_turn(cls, sizes_mb: Sequence[float]) -> "BucketCaps":
@@ -149,7 +152,8 @@ class BucketCaps:
         if bucket_cap_mb is not None:
             cap = int(bucket_cap_mb * MIB)
             return cls(first=cap, middle=cap, last=cap)
-        return cls(first=min(MIB, int(default_mb * MIB)), middle=int(default_mb * MIB), last=min(MIB, int(default_mb * MIB)))
+        small, middle = min(MIB, int(default_mb * MIB)), int(default_mb * MIB)
+        return cls(first=small, middle=middle, last=small, is_planned=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +184,12 @@ class BucketLayout:
 
 
 def plan_layout(
-    specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, riders: int, delayed: Collection[int] = ()
+    specs: Sequence[ParameterSpec],
+    order: Sequence[int],
+    caps: BucketCaps,
+    riders: int,
+    delayed: Collection[int] = (),
+    cuts: Sequence[int] | None = None,
 ) -> BucketLayout:
     """Cut parameters into buckets.
 
@@ -190,9 +199,12 @@ def plan_layout(
         caps: sizes of the buckets.
         riders: float32 elements to carry behind the gradients of the last bucket.
         delayed: parameters to keep together, behind all others, whatever their size: one bucket for each dtype and device.
+        cuts: in place of `caps`, how many parameters of `order`, of those not delayed, lie before each cut, ascending. What
+            lies between two cuts is one bucket for each dtype and device.
     """
     expected = {parameter: place for place, parameter in enumerate(order)}
-    groups = _cut(specs, [i for i in order if i not in delayed], caps)
+    prompt = [i for i in order if i not in delayed]
+    groups = _cut(specs, prompt, caps) if cuts is None else _cut_at(specs, prompt, cuts)
     groups.sort(key=lambda group: max(expected[i] for i in group))
     groups += _cut(specs, [i for i in order if i in delayed], BucketCaps.unlimited())
     if not groups or specs[groups[-1][0]].dtype != "float32":
@@ -236,6 +248,12 @@ def _cut(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps)
         open_groups.setdefault(kind, []).append(i)
         sizes[kind] = specs[i].nbytes + (sizes[kind] if len(open_groups[kind]) > 1 else 0)
     return [*closed, *open_groups.values(), *([tail] if tail else [])]
+
+
+def _cut_at(specs: Sequence[ParameterSpec], order: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
+    """Groups of parameters of one dtype and device, between cuts."""
+    pieces = [order[first:last] for first, last in pairwise([0, *cuts, len(order)])]
+    return [group for piece in pieces for group in _cut(specs, piece, BucketCaps.unlimited())]
 
 
 def _tail(specs: Sequence[ParameterSpec], order: Sequence[int], cap: int) -> list[int]:

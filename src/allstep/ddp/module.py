@@ -29,6 +29,7 @@ from allstep.ddp.in_backward import take_over_optimizers
 from allstep.ddp.join import UnevenInputs
 from allstep.ddp.layout import BucketLayout
 from allstep.ddp.mixed_precision import call_in_low_precision, cast_buffers, cast_inputs, mark_parameters, reduce_in
+from allstep.ddp.plan import BucketPlan
 from allstep.ddp.reducer import Reducer
 from allstep.ddp.riders import Totals
 from allstep.ddp.sharing import SharedParameters
@@ -59,7 +60,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         init_sync: compare the replicas when wrapping, and send rank 0's parameters and buffers to all.
         process_group: the ranks to average over; None is the default group, or a world of one where nobody joined a group.
         bucket_cap_mb: size of buckets in MiB; several are those of the buckets in the order in which they fill, the last one
-            for all that follow. None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1.
+            for all that follow. None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1; after four
+            reductions cuts are planned from measured times, see `bucket_plan`.
         find_unused_parameters: False: a parameter without a gradient is an error in the same backward. True: walk the graph
             after each forward to know such parameters beforehand. None: no walk; a rank without a gradient takes part
             with zeros, and a parameter that no rank used keeps the `.grad` it had.
@@ -386,6 +388,16 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
     def bucket_layout(self) -> BucketLayout:
         """Which gradient lies where in which bucket; print it."""
         return self._reducer.buckets.layout
+
+    @property
+    def bucket_plan(self) -> BucketPlan | None:
+        """Where `bucket_cap_mb=None` has cut the buckets, and why; print it. None where there is no plan, or not yet.
+
+        It is made after four reductions, from times of the last three of them and of collectives of several sizes.
+        There is none for gradients of less than 256 KiB, with a communication hook, delayed parameters, or deterministic
+        algorithms on more than two ranks, nor after the model has changed.
+        """
+        return self._reducer.plan
 
     @property
     def reductions(self) -> int:

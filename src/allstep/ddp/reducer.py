@@ -26,6 +26,8 @@ from allstep.ddp.alike import Changes, states_in_training
 from allstep.ddp.buckets import Buckets
 from allstep.ddp.in_backward import step_in_backward
 from allstep.ddp.listening import GradientHooks
+from allstep.ddp.plan import BucketPlan
+from allstep.ddp.planning import MEASURED_REDUCTIONS, plan_buckets, ready_times_for
 from allstep.ddp.riders import Evidence, Totals, raise_what_was_said
 from allstep.ddp.unused import taken_message, unexpected_message
 from allstep.ddp.window import Forward, Window
@@ -69,6 +71,9 @@ class Reducer:
         self._communicator = communicator
         self._came: list[int] | None = []  # parameters in the order of their gradients, until buckets are rebuilt
 
+        self._times = ready_times_for(buckets)  # of gradients, until buckets are planned
+        self.plan: BucketPlan | None = None
+        """Where buckets are cut, and why; None before they are planned, and where they are not."""
         self.reductions = 0
         """Reductions done since the start, each of every bucket once."""
         self.untouched: list[int] | None = None
@@ -123,6 +128,13 @@ class Reducer:
         if order.tolist() != self.buckets.order:
             self.buckets.lay_out(order.tolist())
 
+    def _plan_once(self) -> None:
+        """Collective, after a few reductions: cut buckets where measurements say, unless somebody chose their sizes."""
+        if self._times is None or self.reductions < MEASURED_REDUCTIONS or self.phase is Phase.COLLECTING:
+            return
+        times, self._times = self._times, None
+        self.plan = plan_buckets(self.buckets, self._communicator, times)
+
     # ---- what the wrapper calls around a forward
 
     def arm(self, unreached: Collection[int] = (), roots: Sequence[Any] = (), *, in_training: bool = True) -> Forward:
@@ -135,6 +147,7 @@ class Reducer:
         """
         self.raise_unread()
         self._rebuild_once()
+        self._plan_once()
         self.close_what_broke_off()
         self.phase = Phase.ARMED
         self._hooks.be_last()
@@ -200,6 +213,8 @@ class Reducer:
         self._backward = _current_backward()
         self._window.has_graph = torch.is_grad_enabled()
         self.buckets.leave_to_others()
+        if self._times is not None:
+            self._times.begin()
         Variable._execution_engine.queue_callback(self.finish)
         for index in self._window.unreached:
             if self.buckets.countdown.mark(index):
@@ -235,6 +250,7 @@ class Reducer:
                 self._touched_aside = self._window.touched
             self._window.touched = bytearray(len(self.parameters))
         self._rebuild_once()
+        self._plan_once()
         self.phase = Phase.COLLECTING
         self._window.excused = True
         self.finish()
@@ -270,6 +286,8 @@ class Reducer:
             self.begin()
         if self._came is not None and not self.reductions:
             self._came.append(index)
+        if self._times is not None:
+            self._times.note(index)
         countdown = self.buckets.countdown
         if countdown.is_ready[index]:
             if countdown.has_gone_out(index):
@@ -308,6 +326,8 @@ class Reducer:
         """
         if self.phase is not Phase.COLLECTING:
             return
+        if self._times is not None and not self._window.excused:
+            self._times.end()
         try:
             self.buckets.send_rest(self._window)
             self._wait_for_futures()
@@ -406,7 +426,7 @@ class Reducer:
         self.buckets.hook, self.buckets.bytes_reduced = other.buckets.hook, other.buckets.bytes_reduced
         self.is_shared = other.is_shared
         self.under_no_sync, self._has_warned = other.under_no_sync, other._has_warned
-        self._came, self.has_started = None, other.has_started
+        self._came, self._times, self.has_started = None, None, other.has_started
         if [*map(id, self.parameters)] == [*map(id, other.parameters)]:
             self._window = other._window
         other.remove_hooks()

@@ -81,6 +81,10 @@ class TrainerCallback:
         """Numbers are logged."""
 
 
+_EMPTY: dict[str, object] = {event: getattr(TrainerCallback, event) for event in EVENTS}
+"""Event -> the method that does nothing, and need not be called."""
+
+
 class CallbackHandler:
     """Calls every callback in the order in which they were added."""
 
@@ -108,10 +112,10 @@ class CallbackHandler:
 
     def call(self, event: str, **kwargs: Any) -> None:
         """Tell every callback of `event`."""
-        unheard = getattr(TrainerCallback, event, None)
+        empty = _EMPTY.get(event, self)
         for callback in self.callbacks:
             method = getattr(callback, event, None)
-            if method is not None and getattr(method, "__func__", None) is not unheard:
+            if method is not None and getattr(method, "__func__", None) is not empty:
                 changed = method(self.args, self.state, self.control, **self.kwargs, **kwargs)
                 if changed is not None:
                     self.control = changed

@@ -14,6 +14,8 @@ __all__ = ["Meter", "StepResult"]
 
 SHOW_EVERY = 0.1
 """Seconds between two records for whoever watches."""
+MOST_UNREAD = 1000
+"""Steps after which their results are read, if nobody asked before."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Meter:
     def add(self, result: StepResult, samples: int, state: TrainerState) -> None:
         """Take in a step over `samples` samples, all ranks together."""
         self._unread.append(result)
+        if len(self._unread) >= MOST_UNREAD:  # a run that never logs must not fill the memory
+            self.settle(state)
         self._samples += samples
         seconds = time.perf_counter() - self._since
         if self._show is not None and (seconds >= SHOW_EVERY or state.global_step == state.max_steps):
@@ -57,8 +61,9 @@ class Meter:
         """Bring `state.interval` and `state.run` up to date; waits for the device."""
         if not self._unread:
             return
-        pairs = torch.stack([torch.stack((each.loss_sum, each.weight_sum)) for each in self._unread]).tolist()
-        for loss, weight in pairs:
+        losses = torch.stack([each.loss_sum for each in self._unread]).tolist()
+        weights = torch.stack([each.weight_sum for each in self._unread]).tolist()
+        for loss, weight in zip(losses, weights, strict=True):
             state.interval.add(loss, weight)
             state.run.add(loss, weight)
         self._unread.clear()

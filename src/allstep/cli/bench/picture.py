@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allstep.cli.bench.report import KINDS, size
+from allstep.cli.bench.report import KINDS, is_quiet, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +15,7 @@ __all__ = ["HOW_TO_GET", "draw", "is_available"]
 HOW_TO_GET = "no picture: matplotlib is not installed (pip install 'allstep[plot]')"
 COLORS = ("#0b6e99", "#d1495b", "#7a9e3a", "#8d6a9f")
 MARKS = {"float32": "o-", "bfloat16": "s--"}
+BUSY = " (the machine was too busy: do not trust this)"
 EDGES = (0.5, 2.0)
 """A ratio of 1 is in every picture, and this much room around it."""
 
@@ -41,7 +42,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
-    figure.suptitle(_TITLES[kind].format(backend=result.get("backend", "")))
+    figure.suptitle(_TITLES[kind].format(backend=result.get("backend", "")) + ("" if is_quiet(result) else BUSY))
     figure.savefig(path, dpi=110)
 
 
@@ -63,6 +64,7 @@ def _with_interval(axis: "Axes", at: Any, estimates: list[dict[str, float]], *, 
 
 def _allreduce(axis: "Axes", result: dict[str, Any], ranks: int | None) -> None:
     rows = [row for row in result["rows"] if row["ranks"] == ranks]
+    beside = 0.86  # so that bars of several lines do not hide one another
     for color, kind in zip(COLORS, KINDS, strict=False):
         for dtype in dict.fromkeys(row["dtype"] for row in rows):
             some = sorted(
@@ -71,13 +73,14 @@ def _allreduce(axis: "Axes", result: dict[str, Any], ranks: int | None) -> None:
             if some:
                 _with_interval(
                     axis,
-                    [row["bytes"] for row in some],
+                    [row["bytes"] * beside for row in some],
                     [row["speedup"][kind] for row in some],
                     sideways=False,
                     fmt=MARKS.get(dtype, "^:"),
                     color=color,
                     label=f"{KINDS[kind]}, {dtype}",
                 )
+                beside *= 1.11
     sizes = sorted({row["bytes"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [size(one) for one in sizes], rotation=30)

@@ -5,7 +5,7 @@ from typing import Any
 
 from allstep.cli.bench.blocks import Estimate, geometric_mean, short
 
-__all__ = ["markdown", "size", "table", "tables", "verdict"]
+__all__ = ["KINDS", "is_quiet", "markdown", "size", "table", "tables", "verdict"]
 
 LARGE, SMALL = 4 << 20, 64 << 10
 """Bytes from which on a call is large, and up to which it is small, in the verdict."""
@@ -70,11 +70,20 @@ def _cell(fields: dict[str, float] | None) -> str:
     return "-" if fields is None else str(_of(fields))
 
 
+def is_quiet(result: dict[str, Any]) -> bool:
+    """Whether every side of every row has enough blocks that nobody disturbed."""
+    return all(one["enough"] for one in _blocks(result))
+
+
+def _blocks(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row["blocks"] for row in result["rows"] if "blocks" in row] or [result["blocks"]]
+
+
 def _trust(result: dict[str, Any]) -> str:
-    blocks = [row["blocks"] for row in result["rows"] if "blocks" in row] or [result["blocks"]]
+    blocks = _blocks(result)
     measured, disturbed = (sum(one[key] for one in blocks) for key in ("measured", "disturbed"))
     said = f"{disturbed} of {measured} blocks were disturbed by other processes and do not count."
-    if not all(one["enough"] for one in blocks):
+    if not is_quiet(result):
         said += " The machine was too busy for some rows, which rest on their least disturbed blocks: do not trust these."
     if result["wrong"]:
         return f"WRONG RESULTS, which make the times worthless: {'; '.join(result['wrong'])}. {said}"

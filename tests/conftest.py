@@ -8,28 +8,41 @@ import pytest
 
 from allstep.testing.ranks import RankPool
 
-_POOLS: dict[int, RankPool] = {}
+_POOLS: dict[tuple[int, str], RankPool] = {}
 
 
-def _pool(size: int) -> RankPool:
-    pool = _POOLS.get(size)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The tests of a module that names BACKENDS run on ranks of each of them."""
+    backends = getattr(metafunc.module, "BACKENDS", ())
+    if "backend" in metafunc.fixturenames and backends:
+        metafunc.parametrize("backend", backends, indirect=True)
+
+
+def _pool(size: int, backend: str) -> RankPool:
+    pool = _POOLS.get((size, backend))
     if pool is None or not pool.is_alive:
         if pool is not None:
             pool.close()
-        _POOLS[size] = pool = RankPool(size, backend=os.environ.get("ALLSTEP_TEST_BACKEND", "gloo"))
+        _POOLS[size, backend] = pool = RankPool(size, backend=backend)
     return pool
 
 
 @pytest.fixture
-def ranks() -> RankPool:
-    """Two ranks in one gloo group, kept over the whole session."""
-    return _pool(2)
+def backend(request: pytest.FixtureRequest) -> str:
+    """What the default group of the ranks is."""
+    return str(getattr(request, "param", os.environ.get("ALLSTEP_TEST_BACKEND", "gloo")))
 
 
 @pytest.fixture
-def four_ranks() -> RankPool:
-    """Four ranks in one gloo group, kept over the whole session."""
-    return _pool(4)
+def ranks(backend: str) -> RankPool:
+    """Two ranks in one group, kept over the whole session."""
+    return _pool(2, backend)
+
+
+@pytest.fixture
+def four_ranks(backend: str) -> RankPool:
+    """Four ranks in one group, kept over the whole session."""
+    return _pool(4, backend)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -432,3 +432,21 @@ def two_lines(rank: int, size: int, numel: int) -> list[float]:
 def test_ranks_that_wait_in_different_groups_help_each_other_on(numel: int, ranks: RankPool, four_ranks: RankPool) -> None:
     assert ranks.run(two_lines, numel, timeout=20) == [[3.0, 21.0]] * 2
     assert four_ranks.run(two_lines, numel, timeout=20) == [[10.0, 46.0]] * 4
+
+
+def dropped(rank: int, size: int) -> bool:
+    group = dist.new_group(backend="shm")
+    for _ in range(20):
+        tensor = group.allocate_tensor(100_000, dtype=torch.float32).fill_(1.0)
+        dist.all_reduce(tensor, group=group, async_op=True)
+        del tensor
+        dist.barrier(group=group)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    dist.destroy_process_group(group)
+    return total.tolist() == [float(size)] * 3
+
+
+def test_a_tensor_that_is_dropped_while_it_is_summed_is_held_until_then(ranks: RankPool, four_ranks: RankPool) -> None:
+    assert ranks.run(dropped) == [True] * 2
+    assert four_ranks.run(dropped) == [True] * 4

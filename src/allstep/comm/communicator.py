@@ -60,6 +60,7 @@ class SharedSum(Protocol):
         fresh: Mapping[int, torch.Tensor] | None = None,
         scale: float | Callable[[], float] = 1.0,
         scaled: int | None = None,
+        kept: object = None,
     ) -> Pending:
         """Start one.
 
@@ -67,6 +68,7 @@ class SharedSum(Protocol):
             fresh: section -> this rank's values of its own slice, where they do not lie in the tensor.
             scale: what to multiply sums by; a function is called when all ranks have come.
             scaled: sections to scale, the first ones; None: all.
+            kept: what holds the memory, which must not be given back before the sum is done.
         """
 
 
@@ -252,25 +254,29 @@ class GroupCommunicator(Communicator):
     def barrier(self) -> None:
         self.all_gather_object(None)  # torch's own barrier guesses a device where a group has several
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _sharing(self) -> ShmProcessGroup | None:
+        """What carries the collectives, where its ranks share memory. Not to be kept."""
         carrier = self.carrier
-        if isinstance(carrier, ShmProcessGroup):
-            return carrier.allocate_tensor(numel, dtype=dtype, device=device)
-        return super().allocate(numel, dtype, device)
+        return carrier if isinstance(carrier, ShmProcessGroup) and carrier.peers is not None else None
 
-    def post_number(self, value: float) -> Callable[[], list[float]]:
-        carrier = self.carrier
-        assert isinstance(carrier, ShmProcessGroup)
-        return carrier.post_number(value)
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        sharing = self._sharing()
+        if sharing is None:
+            return super().allocate(numel, dtype, device)
+        return sharing.allocate_tensor(numel, dtype=dtype, device=device)
 
     @property
     def shares_memory(self) -> bool:
-        carrier = self.carrier
-        return isinstance(carrier, ShmProcessGroup) and carrier.peers is not None
+        return self._sharing() is not None
 
     def shared_sum(self, tensor: torch.Tensor, bounds: Sequence[int]) -> SharedSum | None:
-        carrier = self.carrier
-        return carrier.sum_in_place(tensor, bounds=bounds) if isinstance(carrier, ShmProcessGroup) else None
+        sharing = self._sharing()
+        return None if sharing is None else sharing.sum_in_place(tensor, bounds=bounds)
+
+    def post_number(self, value: float) -> Callable[[], list[float]]:
+        sharing = self._sharing()
+        assert sharing is not None
+        return sharing.post_number(value)
 
     def averages_in_flight(self, device: torch.device) -> bool:
         return device.type == "cuda"  # NCCL has an averaging sum; gloo does not
@@ -300,6 +306,11 @@ class _Channel(GroupCommunicator):
         group = self._named()
         opened = opened_channel(group)
         return opened if opened is not None else channel_of(group, GroupCommunicator(self.group).all_gather_object)
+
+    def _sharing(self) -> ShmProcessGroup | None:
+        # to open it is collective, and memory is also asked for where a wrapper is copied on one rank (test_copies.py)
+        opened = opened_channel(self._named())
+        return opened if isinstance(opened, ShmProcessGroup) and opened.peers is not None else None
 
     def channel(self, *, at_once: bool = True) -> Communicator:
         return self

@@ -34,11 +34,13 @@ def ready_times_for(buckets: Buckets) -> ReadyTimes | None:
 def plan_buckets(buckets: Buckets, communicator: Communicator, times: ReadyTimes) -> BucketPlan | None:
     """Collective. Measure the transport, plan, and lay the buckets out by that plan.
 
-    Returns None, and leaves the buckets as they are, where some rank has a reason against it: a communication hook, which may
-    keep state for each bucket; or deterministic algorithms with more than two ranks, where the order of a sum, and so its last
-    bits, depend on the place of a gradient in its bucket, and the plan on times. Or where no rank ran a backward.
+    Returns None, and leaves the buckets as they are, where no rank ran a backward, or some rank has a reason against it: a
+    communication hook, which may keep state for each bucket; or deterministic algorithms with more than two ranks that do not
+    share memory, where the order of a sum, and so its last bits, depend on the place of a gradient in its bucket, and the plan
+    on times.
     """
-    exact = communicator.size > 2 and torch.are_deterministic_algorithms_enabled()
+    depends = communicator.size > 2 and not communicator.shares_memory  # the order of sums on the place in a bucket
+    exact = depends and torch.are_deterministic_algorithms_enabled()
     against = exact or buckets.hook is not None
     told: list[tuple[bool, Backward | None]] = communicator.all_gather_object((against, None if against else times.backward()))
     agreed = None if any(veto for veto, _ in told) else slowest(backward for _, backward in told)

@@ -80,7 +80,7 @@ class SharedBucket:
     def start(self, fresh: dict[int, torch.Tensor], scale: float | Callable[[], float]) -> Pending:
         """Start to sum, times `scale`; riders are not scaled."""
         assert self._sum is not None
-        return self._sum.start(fresh, scale, self._gradients)
+        return self._sum.start(fresh, scale, self._gradients, self._flat)
 
 
 class _Large:

@@ -150,7 +150,7 @@ class Collectives:
         return self.peers
 
     def _start_in_place(self, in_place: SumInPlace, opts: Any, result: Any) -> ShmWork:
-        started = in_place.start()
+        started = in_place.start(kept=result)
         if opts is not None and not opts.asyncOp:
             self.line.finish(started)
             return _DONE

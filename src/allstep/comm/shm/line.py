@@ -3,9 +3,10 @@
 Nobody works for them in the background: what is in the line goes on when something is started, asked or waited for. So a rank
 that has started a collective and looks after none keeps its peers waiting, as one that comes late does. In return no thread
 takes a core from those who compute, and nothing waits inside a backward: a bucket is posted, and whoever finds one that all
-have posted sums its slice. A process that waits for long in one line helps in its others, since its peers may wait there.
+have posted sums its slice. A process that waits for long in one line helps in its older ones, since its peers may wait there.
 """
 
+import itertools
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from allstep.comm.shm.waiting import IDLE
 
 __all__ = ["Call", "Line", "Number", "Started", "SumInPlace"]
 
+_AGES = itertools.count(1)
 _FLOAT, _BITS = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -71,7 +73,9 @@ class Line:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._waiting: deque[Started] = deque()
+        self._kept: deque[tuple[int, object]] = deque()  # memory that ranks which come late have still to read and write
         self._is_running = False
+        self.age = peers.watch.age = next(_AGES)
         IDLE.add(self)
 
     @property
@@ -84,6 +88,17 @@ class Line:
         if len(self._waiting) >= MOST_POSTED:
             self._run_first()
         self._waiting.append(started)
+        if self._kept:
+            self._let_go()
+
+    def keep(self, number: int, memory: object) -> None:
+        """Hold `memory` until that collective is done on all ranks."""
+        self._kept.append((number, memory))
+
+    def _let_go(self) -> None:
+        done = self._peers.done_by_all()
+        while self._kept and self._kept[0][0] <= done:
+            self._kept.popleft()
 
     def progress(self) -> None:
         """Do what needs no waiting."""
@@ -92,7 +107,7 @@ class Line:
             self._run_first()
 
     def help(self) -> None:
-        """Do what all have come to, while this process waits in another line: there the others may wait for this one."""
+        """Do what all have come to, while this process waits in a younger line: the others may wait here for this one."""
         waiting = self._waiting
         while waiting and not self._is_running and self._all_have_come(waiting[0]):
             self._run_first()
@@ -105,6 +120,7 @@ class Line:
         while not started.is_done:
             self._run_first()
         started.settle()
+        self._let_go()
 
     def drain(self) -> None:
         """Do this rank's part of all: before a collective that is not in the line."""
@@ -114,6 +130,7 @@ class Line:
     def clear(self) -> None:
         """Forget them; the group ends."""
         self._waiting.clear()
+        self._kept.clear()
 
     def _run_first(self) -> None:
         first, before = self._waiting.popleft(), self._is_running
@@ -166,12 +183,14 @@ class SumInPlace:
         fresh: Mapping[int, torch.Tensor] | None = None,
         scale: float | Callable[[], float] = 1.0,
         scaled: int | None = None,
+        kept: object = None,
     ) -> "StartedSum":
         """Post it; see `Blocks.reduce` for the arguments.
 
-        A function `scale` is called when all ranks have come to this collective, and to those before it.
+        A function `scale` is called when all ranks have come to this collective, and to those before it. `kept` is held until
+        all are done: the others write into memory that must not be given back before.
         """
-        started = StartedSum(self, fresh, scale, scaled)
+        started = StartedSum(self, fresh, scale, scaled, kept)
         self.line.add(started)
         self.line.progress()
         return started
@@ -203,7 +222,7 @@ class SumInPlace:
 class StartedSum(Started):
     """One of them, posted."""
 
-    __slots__ = ("_fresh", "_scale", "_scaled", "_sum")
+    __slots__ = ("_fresh", "_kept", "_scale", "_scaled", "_sum")
 
     is_quick = True
     number: int
@@ -214,14 +233,18 @@ class StartedSum(Started):
         fresh: Mapping[int, torch.Tensor] | None,
         scale: float | Callable[[], float],
         scaled: int | None,
+        kept: object,
     ) -> None:
         super().__init__(sum_in_place.peers.post(sum_in_place.call, sum_in_place.location))
         self._sum, self._fresh, self._scale, self._scaled = sum_in_place, fresh, scale, scaled
+        self._kept = kept
 
     def run(self) -> None:
         fresh, self._fresh = self._fresh, None
         scale = self._scale if isinstance(self._scale, float) else self._scale()
         self._sum.run(self.number, fresh, scale, self._scaled)
+        self._sum.line.keep(self.number, self._kept)
+        self._kept = None
 
     def settle(self) -> None:
         self._sum.peers.all_done(self.number, self._sum.call)

@@ -163,6 +163,10 @@ class Peers:
         """This rank reads and writes nothing more for that collective and those before it."""
         self.own[DONE] = number
 
+    def done_by_all(self) -> int:
+        """Number of the last collective that all ranks are done with."""
+        return min([cells[DONE] for cells in self.cells])
+
     def all_done(self, number: int, call: int) -> None:
         """Wait until that holds for all."""
         self.watch.wait(DONE, number, call)
@@ -206,16 +210,22 @@ class Peers:
     def locate(self, tensor: torch.Tensor) -> int:
         """Where a contiguous tensor lies among what this rank has allocated, as the others can find it; else `PRIVATE`."""
         address = tensor.data_ptr()
-        for index, (low, high) in self._segments.items():
+        for index, (low, high) in list(self._segments.items()):  # a finalizer may take one out meanwhile
             if low <= address < high:
                 return (index << 16 | self.own[_TABLE + 4 * index] & 0xFFFF) << 40 | (address - low)
         return PRIVATE
 
     def view(self, rank: int, location: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """(numel,): what lies at that location of that rank. It does not keep the memory from being given back."""
+        """(numel,): what lies at that location of that rank. It does not keep the memory from being given back.
+
+        Raises:
+            CollectiveError: it has been given back already, or cannot be mapped.
+        """
         index, offset = location >> 56, location & ((1 << 40) - 1)
         at = _TABLE + 4 * index
         generation, fd, inode, nbytes = self.cells[rank][at : at + 4].tolist()
+        if generation & 0xFFFF != location >> 40 & 0xFFFF:
+            raise CollectiveError(f"Rank {self.rank} of {self.size}: rank {rank} let go of a tensor while it was being summed.")
         held = self._mapped.get((rank, index))
         if held is None or held[0] != generation:
             try:

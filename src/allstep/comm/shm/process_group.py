@@ -80,6 +80,8 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             both = self._mapped([(offer, told), self._offer()], ours)
             if both:
                 self._join_hosts(both[0], both[1], hosts)
+        if self.peers is None and self.across is None and offer.segment is not None:
+            offer.segment.close()
         if self.refusal and self._rank == 0:
             _LOG.warning(
                 "shm: the %d ranks of this group cannot share memory, so gloo carries it: %s", self._size, self.refusal

@@ -1,5 +1,6 @@
 """Waiting for a number in shared memory to grow: spin, then give the core away, then sleep; and never for ever."""
 
+import operator
 import os
 import select
 import time
@@ -28,9 +29,14 @@ _BETWEEN_LOOKS = 0.2
 class Helper(Protocol):
     """What can use the time of a process that waits."""
 
-    def help(self) -> None:
-        """Do what can be done without waiting for ranks that are not there."""
+    age: int
+    """Its number in the order in which all ranks have made theirs."""
 
+    def help(self) -> None:
+        """Do what all ranks have come to."""
+
+
+_AGE = operator.attrgetter("age")
 
 IDLE: "weakref.WeakSet[Helper]" = weakref.WeakSet()
 """All that this process can do while it waits."""
@@ -49,6 +55,8 @@ class Watch:
     def __init__(self, rank: int, counters: Sequence[memoryview], pids: Sequence[int], timeout: Callable[[], float]) -> None:
         self._rank, self._pids, self._timeout = rank, pids, timeout
         self._others = [(other, cells) for other, cells in enumerate(counters) if other != rank]
+        self.age = 0
+        """That of the line that waits here."""
         self._processes: dict[int, int] = {}  # descriptor -> rank
         self._poll = select.poll()
         for other, _ in self._others:
@@ -81,13 +89,18 @@ class Watch:
                     return
             now = clock()
             if now - began > _ALONE:
-                for line in list(IDLE):
-                    line.help()
+                self._help()
             if now - began > _YIELDING:
                 time.sleep(min(_LONGEST_SLEEP, _SHARE * (now - began)))
             if now - looked > _BETWEEN_LOOKS:
                 looked = now
                 self._look(other, cells, word, value, call, now - began)
+
+    def _help(self) -> None:
+        """Only in lines that were made earlier: two ranks that helped in each other's line would wait for one another there."""
+        for line in sorted(IDLE, key=_AGE):
+            if line.age < self.age:
+                line.help()
 
     def _look(self, other: int, cells: memoryview, word: int, value: int, call: int, waited: float) -> None:
         dead = sorted(self._processes[fd] for fd, _ in self._poll.poll(0))

@@ -6,6 +6,8 @@ from torch import nn
 
 from allstep import DistributedDataParallel
 
+BACKENDS = ("gloo", "shm")
+
 
 class Buffered(nn.Module):
     """A net with batch normalisation, and buffers of every kind; `seen` keeps them as each forward found them."""

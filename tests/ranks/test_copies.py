@@ -12,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from allstep import DistributedDataParallel
 
+BACKENDS = ("gloo", "shm")
+
 
 def by_pickle(model):
     return pickle.loads(pickle.dumps(model))

@@ -11,6 +11,8 @@ from torch import nn
 from allstep import DistributedDataParallel
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
+BACKENDS = ("gloo", "shm")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -7,6 +7,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from allstep import DistributedDataParallel
 
+BACKENDS = ("gloo", "shm")
+
 
 class Watched(nn.Module):
     """Notes the dtypes that its forward sees."""

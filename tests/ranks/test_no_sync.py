@@ -8,6 +8,8 @@ from torch import nn
 
 from allstep import DistributedDataParallel
 
+BACKENDS = ("gloo", "shm")
+
 
 def make_model() -> nn.Module:
     torch.manual_seed(2)

@@ -9,6 +9,8 @@ from allstep import DistributedDataParallel, SyncBatchNorm
 from allstep.errors import RankFailedError, ReplicaError
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
+BACKENDS = ("gloo", "shm")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from allstep import DistributedDataParallel
 
+BACKENDS = ("gloo", "shm")
+
 STEPS = 3
 KIB = 1 / 1024
 

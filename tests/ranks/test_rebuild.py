@@ -6,6 +6,8 @@ from torch import nn
 
 from allstep import DistributedDataParallel
 
+BACKENDS = ("gloo", "shm")
+
 
 class Reversed(nn.Module):
     """Uses its layers in the reverse of the order in which they are registered, so gradients come in registration order."""

@@ -15,6 +15,8 @@ from allstep.comm.agreement import digest
 from allstep.testing.models import Regression, RegressionNet
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
+BACKENDS = ("gloo", "shm")
+
 
 class Net(nn.Module):
     """With a layer that is never used, and one that is recomputed in backward, where that is asked for."""

@@ -10,6 +10,8 @@ from allstep import DistributedDataParallel
 from allstep.errors import ReplicaError
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
+BACKENDS = ("gloo", "shm")
+
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)

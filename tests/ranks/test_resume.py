@@ -10,6 +10,8 @@ from allstep.comm.agreement import digest
 from allstep.errors import ReplicaError
 from allstep.testing.models import Noisy, RegressionNet
 
+BACKENDS = ("gloo", "shm")
+
 
 class Stop(TrainerCallback):
     def __init__(self, at):

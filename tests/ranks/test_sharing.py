@@ -9,6 +9,8 @@ from torch import nn
 from allstep import DistributedDataParallel
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
+BACKENDS = ("gloo", "shm")
+
 
 def make() -> nn.ModuleDict:
     torch.manual_seed(0)

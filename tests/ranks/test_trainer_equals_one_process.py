@@ -7,6 +7,8 @@ from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
 from allstep.testing.models import Noisy, Regression, RegressionNet
 
+BACKENDS = ("gloo", "shm")
+
 
 class Recorder(TrainerCallback):
     """Keeps the reduced gradients of every step, and how often buckets were reduced."""

@@ -7,6 +7,8 @@ from torch import nn
 from allstep import DistributedDataParallel
 from allstep.ddp import unused
 
+BACKENDS = ("gloo", "shm")
+
 
 class Experts(nn.Module):
     """A trunk, and experts of which a forward uses those it is told to."""

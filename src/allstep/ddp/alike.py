@@ -55,8 +55,7 @@ class Structure:
         self._held = [each for each in held if each]
         self._empty = [each for each in held if not each]
         self._buffers = [layer._buffers for layer in self._module.modules()]
-        self._values = list(self._now())  # kept, or another object could get the same id
-        self._ids = [*map(id, self._values)]
+        self._values = list(self._now())
         named = self._module.named_parameters()
         self._others = [p for n, p in named if id(p) not in self._index_of and n not in self._ignored]
 
@@ -69,7 +68,8 @@ class Structure:
 
     def changes(self) -> Changes:
         """How it has changed since."""
-        if any(self._empty) or self._ids != [*map(id, self._now())]:
+        now = list(self._now())
+        if any(self._empty) or len(now) != len(self._values) or not all(map(operator.is_, now, self._values)):
             self._remember()
         elif not self._changes and not any(map(_REQUIRES_GRAD, self._others)):
             return self._changes

@@ -22,7 +22,6 @@ __all__ = [
 ]
 
 _DEFAULT_CAP_MB = {"cpu": 5.0}  # gloo is fastest there; torch's 25 everywhere else
-_SHARED_CAP_MB = 1.0
 
 
 def group_of(
@@ -77,9 +76,9 @@ def bucket_caps(
         raise ValueError(f"bucket_cap_mb={asked}: expected a size in MiB above zero, or several.")
     if isinstance(asked, Sequence) and asked:
         return BucketCaps.in_turn(asked)
-    return BucketCaps.of(
-        sizes[0] if sizes else None, default_mb=_SHARED_CAP_MB if shared else _DEFAULT_CAP_MB.get(device.type, 25.0)
-    )
+    if shared and not sizes:
+        return BucketCaps.in_shared_memory()
+    return BucketCaps.of(sizes[0] if sizes else None, default_mb=_DEFAULT_CAP_MB.get(device.type, 25.0))
 
 
 def delayed_parameters(

@@ -128,6 +128,8 @@ class BucketCaps:
     """Caps of the first buckets one by one, where somebody chose them."""
     is_planned: bool = field(default=False, compare=False)
     """Nobody chose them: they hold until cuts are planned from measurements."""
+    are_floors: bool = False
+    """A bucket is closed when it has so many bytes, and not before it would have more."""
 
     @classmethod
     def in_turn(cls, sizes_mb: Sequence[float]) -> "BucketCaps":
@@ -154,6 +156,18 @@ class BucketCaps:
             return cls(first=cap, middle=cap, last=cap)
         small, middle = min(MIB, int(default_mb * MIB)), int(default_mb * MIB)
         return cls(first=small, middle=middle, last=small, is_planned=True)
+
+    @classmethod
+    def in_shared_memory(cls) -> "BucketCaps":
+        """For ranks that sum what still lies in their caches: 1 MiB or somewhat more, so that a bias goes with its weight.
+
+        No collective is under way while backward computes, so there is nothing to plan.
+        """
+        return cls(first=MIB, middle=MIB, last=0, are_floors=True)
+
+    def would_close(self, cap: int, nbytes: int, more: int) -> bool:
+        """Whether a bucket of `nbytes` takes no parameter of `more` bytes in."""
+        return nbytes >= cap if self.are_floors else nbytes + more > cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +257,7 @@ def _cut(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps)
     for i in order[: len(order) - len(tail)]:
         kind = (specs[i].dtype, specs[i].device)
         cap = caps.of_bucket(len(closed))
-        if kind in open_groups and sizes[kind] + specs[i].nbytes > cap:
+        if kind in open_groups and caps.would_close(cap, sizes[kind], specs[i].nbytes):
             closed.append(open_groups.pop(kind))
         open_groups.setdefault(kind, []).append(i)
         sizes[kind] = specs[i].nbytes + (sizes[kind] if len(open_groups[kind]) > 1 else 0)

@@ -1,7 +1,7 @@
 """Hooks on parameters: how a reducer hears of gradients."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ __all__ = ["GradientHooks"]
 
 
 class GradientHooks:
-    """Calls `hear(index, parameter)` whenever a backward has left a gradient in one of `parameters`.
+    """Calls `hear(owner, index)` whenever a backward has left a gradient in one of `parameters`.
 
-    `hear` should know its owner weakly, or parameters would keep it alive and at work when its wrapper is long gone
+    The owner is known weakly, or parameters would keep it alive and at work when its wrapper is long gone
     (test_wrapping_again.py).
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], hear: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], owner: "weakref.ref[Any]", hear: Callable[..., None]) -> None:
         self._nodes: list[Any] = []  # where gradients of parameters are accumulated
         self._hooks: list[Any] = []
         self._hooks_of: list[Any] = []  # by parameter, id -> hook, others' too
@@ -25,7 +25,7 @@ class GradientHooks:
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # one that is frozen now may be thawed later
             self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(hear, index)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(owner, hear, index)))
             self._hooks_of.append(parameter._post_accumulate_grad_hooks)
             parameter.requires_grad_(trained)
 
@@ -53,3 +53,14 @@ class GradientHooks:
         """Let go of the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _hook(owner: "weakref.ref[Any]", hear: Callable[..., None], index: int) -> Callable[[torch.Tensor], None]:
+    """Written out, as it is called for each gradient: a `partial` of a `partial` takes half as long again."""
+
+    def heard(_: torch.Tensor) -> None:
+        living = owner()
+        if living is not None:
+            hear(living, index)
+
+    return heard

@@ -60,8 +60,9 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         init_sync: compare the replicas when wrapping, and send rank 0's parameters and buffers to all.
         process_group: the ranks to average over; None is the default group, or a world of one where nobody joined a group.
         bucket_cap_mb: size of buckets in MiB; several are those of the buckets in the order in which they fill, the last one
-            for all that follow. None: 5 on the CPU, 25 elsewhere, with a first and last bucket of at most 1; after four
-            reductions cuts are planned from measured times, see `bucket_plan`.
+            for all that follow. None: about 1 where ranks share memory; elsewhere 5 on the CPU and 25 on devices, with a
+            first and last bucket of at most 1, until cuts are planned from measured times after four reductions, see
+            `bucket_plan`.
         find_unused_parameters: False: a parameter without a gradient is an error in the same backward. True: walk the graph
             after each forward to know such parameters beforehand. None: no walk; a rank without a gradient takes part
             with zeros, and a parameter that no rank used keeps the `.grad` it had.
@@ -394,8 +395,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         """Where `bucket_cap_mb=None` has cut the buckets, and why; print it. None where there is no plan, or not yet.
 
         It is made after four reductions, from times of the last three of them and of collectives of several sizes.
-        There is none for gradients of less than 256 KiB, with a communication hook, delayed parameters, or deterministic
-        algorithms on more than two ranks, nor after the model has changed.
+        There is none where ranks share memory, for gradients of less than 256 KiB, with a communication hook, delayed
+        parameters, or deterministic algorithms on more than two ranks, nor after the model has changed.
         """
         return self._reducer.plan
 

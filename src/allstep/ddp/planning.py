@@ -1,7 +1,6 @@
 """The step from measurements to buckets: all ranks agree on times and cost, rank 0 plans, and all lay out alike."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -35,12 +34,10 @@ def plan_buckets(buckets: Buckets, communicator: Communicator, times: ReadyTimes
     """Collective. Measure the transport, plan, and lay the buckets out by that plan.
 
     Returns None, and leaves the buckets as they are, where no rank ran a backward, or some rank has a reason against it: a
-    communication hook, which may keep state for each bucket; or deterministic algorithms with more than two ranks that do not
-    share memory, where the order of a sum, and so its last bits, depend on the place of a gradient in its bucket, and the plan
-    on times.
+    communication hook, which may keep state for each bucket; or deterministic algorithms with more than two ranks, where the
+    order of a sum, and so its last bits, depend on the place of a gradient in its bucket, and the plan on times.
     """
-    depends = communicator.size > 2 and not communicator.shares_memory  # the order of sums on the place in a bucket
-    exact = depends and torch.are_deterministic_algorithms_enabled()
+    exact = communicator.size > 2 and torch.are_deterministic_algorithms_enabled()
     against = exact or buckets.hook is not None
     told: list[tuple[bool, Backward | None]] = communicator.all_gather_object((against, None if against else times.backward()))
     agreed = None if any(veto for veto, _ in told) else slowest(backward for _, backward in told)
@@ -49,10 +46,6 @@ def plan_buckets(buckets: Buckets, communicator: Communicator, times: ReadyTimes
     largest = max(buckets.layout.buckets, key=lambda bucket: bucket.gradients * bucket.itemsize)
     device = torch.device(largest.device)
     cost = measure_cost(communicator, _nbytes(buckets.layout), getattr(torch, largest.dtype), device)
-    if communicator.shares_memory:
-        # The ranks sum what still lies in the cache after backward, which no collective timed by itself can show. The room
-        # is for a bias beside a weight of the size of the cap, which would else be a bucket of its own.
-        cost = replace(cost, largest=min(cost.largest, buckets.caps.middle * 5 // 4))
     chosen = _plan(buckets.layout, agreed, buckets.order, cost) if communicator.rank == 0 else None
     planned: tuple[list[int], BucketPlan] = communicator.broadcast_object(chosen)  # rounding may differ on another machine
     order, plan = planned

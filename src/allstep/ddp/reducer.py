@@ -104,7 +104,7 @@ class Reducer:
         self._touched_aside = bytearray()  # which gradients are those that were set aside
         self._unread: tuple[torch.Tensor, torch.Event] | None = None  # words on a device, and when they are there
         self._reset()
-        self._hooks = GradientHooks(self.parameters, partial(_through, itself, Reducer._on_gradient))
+        self._hooks = GradientHooks(self.parameters, itself, Reducer._on_gradient)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -277,7 +277,7 @@ class Reducer:
 
     # ---- inside a backward
 
-    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, index: int) -> None:
         window = self._window
         window.touched[index] = 1
         if self.phase is not _COLLECTING:

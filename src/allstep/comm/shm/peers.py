@@ -111,7 +111,7 @@ class Peers:
         """Steps of staged collectives taken since the start; equal on all ranks between collectives."""
         self._segments: dict[int, tuple[int, int]] = {}  # index -> first and last address of what this rank has allocated
         self._mapped: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}  # (rank, index) -> generation, bytes
-        self.forget: list[Callable[[int], None]] = []
+        self.forget: list[weakref.WeakMethod[Callable[[int], None]]] = []
         """Called with the index of each segment of this rank that is gone."""
 
     def close_control(self) -> None:
@@ -198,8 +198,10 @@ class Peers:
         self._segments.pop(index, None)
         self._mapped.pop((self.rank, index), None)
         self.own[_TABLE + 4 * index] += 1
-        for forget in self.forget:
-            forget(index)
+        for weak in self.forget:
+            forget = weak()
+            if forget is not None:
+                forget(index)
 
     def _sweep(self) -> None:
         """Let go of the segments that other ranks have let go of."""

@@ -8,7 +8,9 @@ memory: the first rank then says why, in one line.
 import json
 import logging
 import uuid
+import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +76,7 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             if peers is not None:
                 self.peers, self.staged, self.line = peers, Staged(peers), Line(peers)
                 self._sums, self._smalls = {}, {}
-                peers.forget.append(self._forget)
+                peers.forget.append(weakref.WeakMethod(self._forget))
         else:
             ours = next(ranks for ranks in hosts if self._rank in ranks)
             both = self._mapped([(offer, told), self._offer()], ours)
@@ -96,9 +98,10 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Collective. The ranks `ours` joined in each memory that was offered; none where that failed on some rank."""
         joined: list[Peers] = []
         reason = ""
+        seconds = partial(_seconds_of, weakref.ref(self))  # gloo's threads end with this group: nothing in it may hold it
         try:
             for offer, told in offers:
-                joined.append(Peers(ours.index(self._rank), offer, [told[rank] for rank in ours], self._seconds))
+                joined.append(Peers(ours.index(self._rank), offer, [told[rank] for rank in ours], seconds))
         except (OSError, ValueError) as error:
             reason = f"rank {self._rank}: {error}"
         self.refusal = "; ".join(each for each in _tell(self._gloo, reason) if each)
@@ -165,14 +168,19 @@ class ShmProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             self.line.clear()
             self.across.leave()
             self.across = None
+            del self.line
         if self.peers is not None:
             self.line.clear()
-            self._sums.clear()
-            self._smalls.clear()
             self.peers.leave()
             self.peers = None
+            del self.line, self.staged, self._sums, self._smalls
 
     abort = shutdown
+
+
+def _seconds_of(group: "weakref.ref[ShmProcessGroup]") -> float:
+    living = group()
+    return 0.0 if living is None else living._seconds()
 
 
 def _tell(gloo: Any, text: str) -> list[str]:

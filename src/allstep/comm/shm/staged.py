@@ -101,14 +101,19 @@ class Staged:
         last, rank, size = len(pieces), self._rank, self._size
         for turn in range(last + 2):
             if turn < last:
-                piece = pieces[turn]
-                places[rank][turn % SLICED_PLACES][: piece.numel()].copy_(piece)
+                piece, place = pieces[turn], places[rank][turn % SLICED_PLACES]
+                low, high, end = piece.numel() * rank // size, piece.numel() * (rank + 1) // size, piece.numel()
+                if low:
+                    place[:low].copy_(piece[:low])
+                if high < end:
+                    place[high:end].copy_(piece[high:])
             if 0 <= turn - 1 < last:
                 piece, place = pieces[turn - 1], (turn - 1) % SLICED_PLACES
                 low, high = piece.numel() * rank // size, piece.numel() * (rank + 1) // size
                 slices = [places[other][place][low:high] for other in range(size)]  # only this rank reads them
+                own, slices[rank] = slices[rank], piece[low:high]
                 combine(slices, op, piece[low:high], in_place=True)
-                slices[rank].copy_(piece[low:high])
+                own.copy_(piece[low:high])
             if turn >= 2:
                 piece, place = pieces[turn - 2], (turn - 2) % SLICED_PLACES
                 for other in self._others:

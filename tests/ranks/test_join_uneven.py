@@ -15,8 +15,6 @@ from allstep import DistributedDataParallel
 from allstep.errors import RankFailedError
 from allstep.testing.ranks import RankPool
 
-BACKENDS = ("gloo", "shm")
-
 RATE = 0.1
 
 

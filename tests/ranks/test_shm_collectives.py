@@ -400,6 +400,29 @@ def test_torchs_own_class_trains_as_on_gloo(ranks: RankPool) -> None:
         assert results == [True] * 6
 
 
+def torch_join(rank: int, size: int) -> list[list[float]]:
+    weights = []
+    with Groups() as (shm, gloo):
+        for group in (shm, gloo):
+            torch.manual_seed(1)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3), process_group=group)
+            with model.join():
+                for step in range(2 + 2 * rank):  # one rank has twice as many batches
+                    model.zero_grad()
+                    model(torch.full((2, 4), 1.0 + step)).square().mean().backward()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter -= 0.01 * parameter.grad
+            weights.append(torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]).tolist())
+            del model, parameter
+    return weights
+
+
+def test_torchs_join_whose_works_only_its_own_code_holds(ranks: RankPool) -> None:
+    for shm, gloo in ranks.run(torch_join):
+        assert shm == gloo
+
+
 def functional(rank: int, size: int) -> list[Any]:
     from torch.distributed import _functional_collectives as functional
 

@@ -8,7 +8,6 @@ from torch import nn
 from allstep._arguments_checks import OPTIMIZERS
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.adamw import AdamW
 
 __all__ = ["make_optimizer", "split_by_decay"]
 
@@ -43,9 +42,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
     lr = args.learning_rate
     if args.optim in ("adamw_torch", "adamw_torch_fused"):
         betas = (float(args.adam_beta1), float(args.adam_beta2))
-        if args.optim == "adamw_torch_fused" and _can_fuse([*decayed.values(), *others.values()]):
-            return AdamW(groups, lr=lr, betas=betas, eps=args.adam_epsilon, fused=True)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=args.adam_epsilon)
+        fused = args.optim == "adamw_torch_fused" and _can_fuse([*decayed.values(), *others.values()])
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=args.adam_epsilon, fused=fused or None)
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=lr)
     if args.optim == "adagrad":

@@ -108,17 +108,17 @@ class Staged:
                 if high < end:
                     place[high:end].copy_(piece[high:])
             if 0 <= turn - 1 < last:
-                piece, place = pieces[turn - 1], (turn - 1) % SLICED_PLACES
+                piece, at = pieces[turn - 1], (turn - 1) % SLICED_PLACES
                 low, high = piece.numel() * rank // size, piece.numel() * (rank + 1) // size
-                slices = [places[other][place][low:high] for other in range(size)]  # only this rank reads them
+                slices = [places[other][at][low:high] for other in range(size)]  # only this rank reads them
                 own, slices[rank] = slices[rank], piece[low:high]
                 combine(slices, op, piece[low:high], in_place=True)
                 own.copy_(piece[low:high])
             if turn >= 2:
-                piece, place = pieces[turn - 2], (turn - 2) % SLICED_PLACES
+                piece, at = pieces[turn - 2], (turn - 2) % SLICED_PLACES
                 for other in self._others:
                     low, high = piece.numel() * other // size, piece.numel() * (other + 1) // size
-                    piece[low:high].copy_(places[other][place][low:high])
+                    piece[low:high].copy_(places[other][at][low:high])
             peers.own[TURN] = base + turn + 1
             peers.watch.wait(TURN, base + turn + 1, call)
         peers.turn = base + last + 2

@@ -314,9 +314,18 @@ def both(rank, size, name):
 # ---- what is expected
 
 
+ONLY_ON_GLOO = {
+    "builtin: FP16_COMPRESS": "torch's class asks in C++ for a future that was made there",
+    "quantization_pertensor_hook": "the row helps torch's hook over what gloo gathers",
+    "quantization_perchannel_hook": "the row helps torch's hook over what gloo gathers",
+}
+
+
 @pytest.mark.parametrize("name", list(ROWS))
-def test_training_is_that_of_torch_bit_for_bit(ranks, name):
+def test_training_is_that_of_torch_bit_for_bit(ranks, backend, name):
     """Gradients of each step, None where torch has None; weights and buffers in the end, under the same keys."""
+    if backend == "shm" and name in ONLY_ON_GLOO:
+        pytest.skip(ONLY_ON_GLOO[name])
     for ours, theirs, warned in ranks.run(both, name):
         assert len(ours[0]) == len(theirs[0]) > 0
         for step, (mine, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
@@ -348,8 +357,10 @@ def quantized_on_gloo(rank, size, wrapper, name):
 
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_quantization_hooks_fail_on_gloo_by_themselves(ranks, wrapper, name):
+def test_quantization_hooks_fail_on_gloo_by_themselves(ranks, backend, wrapper, name):
     """They take what gloo gathers for one tensor, so they run under neither class; the rows above help them over that."""
+    if backend == "shm":
+        pytest.skip(ONLY_ON_GLOO[name])
     assert ranks.run(quantized_on_gloo, wrapper, name) == [True, True]
 
 

@@ -423,7 +423,7 @@ def test_what_can_be_hidden_behind_backward_is_hidden(monkeypatch, ratio):
     assert (backward + sent - taken) / min(backward, sent) > 0.94
 
 
-def test_in_memory_that_ranks_share_no_bucket_outgrows_the_cache(monkeypatch):
+def test_in_memory_that_ranks_share_a_bucket_is_closed_at_one_mebibyte_and_nothing_is_planned(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
     dear = TransferCost(latency=0.1, per_byte=1e-12)  # a latency for which one bucket would be best
@@ -432,6 +432,8 @@ def test_in_memory_that_ranks_share_no_bucket_outgrows_the_cache(monkeypatch):
     monkeypatch.setattr(Link, "shares_memory", True)
     _, sharing = step_on(clock, dear, None, widths)
     assert len(apart.bucket_layout.buckets) == 1
-    cap = 1.25 * sharing._reducer.buckets.caps.middle
-    assert all(bucket.gradients * 4 <= cap for bucket in sharing.bucket_layout.buckets if len(bucket.slots) > 1)
-    assert len(sharing.bucket_layout.buckets) > 1
+    assert apart.bucket_plan is not None
+    assert sharing.bucket_plan is None
+    *full, _ = sharing.bucket_layout.buckets
+    assert len(full) > 1
+    assert all(bucket.gradients * 4 >= 1 << 20 > (bucket.gradients - bucket.slots[-1].numel) * 4 for bucket in full)

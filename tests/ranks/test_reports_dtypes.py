@@ -12,8 +12,6 @@ from torch import nn
 from allstep import DistributedDataParallel
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
 
-BACKENDS = ("gloo", "shm")
-
 
 def batch(rank: int, step: int, width: int = 4) -> torch.Tensor:
     return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -405,7 +405,9 @@ def torch_join(rank: int, size: int) -> list[list[float]]:
     with Groups() as (shm, gloo):
         for group in (shm, gloo):
             torch.manual_seed(1)
-            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3), process_group=group)
+            model = torch.nn.parallel.DistributedDataParallel(
+                torch.nn.Linear(4, 3), process_group=group, find_unused_parameters=True
+            )
             with model.join():
                 for step in range(2 + 2 * rank):  # one rank has twice as many batches
                     model.zero_grad()

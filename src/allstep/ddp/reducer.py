@@ -385,14 +385,16 @@ class Reducer:
             self._raise_for(words, self.reductions - 1)
 
     def _raise_for(self, words: torch.Tensor, reduction: int) -> None:
-        training = partial(states_in_training, self._names, self.parameters, self.changes)
-        lacking = partial(self._window.lacking_by_name, self._names, self.parameters)
-        evidence = Evidence(self._number, self._window.failure, training, lacking)
         try:
-            raise_what_was_said(words, reduction, self._communicator, evidence)
+            raise_what_was_said(words, reduction, self._communicator, self._evidence)
         except Exception as error:
             self.error = str(error)
             raise
+
+    def _evidence(self) -> Evidence:
+        training = partial(states_in_training, self._names, self.parameters, self.changes)
+        lacking = partial(self._window.lacking_by_name, self._names, self.parameters)
+        return Evidence(self._number, self._window.failure, training, lacking)
 
     def _reset(self) -> None:
         """Ready for the next window; after an error too, so that the next backward is not disturbed by this one."""

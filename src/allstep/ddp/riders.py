@@ -117,14 +117,16 @@ class Riders:
         return Totals(self._sums + 0)  # a copy
 
 
-def raise_what_was_said(said: torch.Tensor, reduction: int, communicator: Communicator, evidence: Evidence) -> None:
+def raise_what_was_said(
+    said: torch.Tensor, reduction: int, communicator: Communicator, gather_evidence: Callable[[], Evidence]
+) -> None:
     """Raise what all ranks together make of their words; collective only where that is an error.
 
     Args:
         said: (3 x size,), as `Riders.words` gives it.
         reduction: its number, counted from 0.
         communicator: the ranks.
-        evidence: what this rank can add.
+        gather_evidence: gives what this rank can add.
 
     Raises:
         RankFailedError: some ranks abandoned this reduction, or ran a forward that no backward followed, and others did not.
@@ -135,6 +137,7 @@ def raise_what_was_said(said: torch.Tensor, reduction: int, communicator: Commun
     statuses, forwards, training = (numbers[row * communicator.size :][: communicator.size] for row in range(3))
     if not any(statuses) and min(forwards) == max(forwards) and min(training) == max(training):
         return
+    evidence = gather_evidence()
     failed = [rank for rank, status in enumerate(statuses) if status == Status.FAILED]
     if failed and len(failed) < len(statuses):
         reasons = communicator.all_gather_object(evidence.failure)

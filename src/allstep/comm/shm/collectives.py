@@ -83,8 +83,12 @@ class Collectives:
         self.line.add(started)
         return ShmWork(result, self.line, started)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """Combine `tensors[0]` over ranks, in place."""
+    def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        """Combine `tensors[0]` over ranks, in place; torch's join hands over a tensor alone, where `opts` is the reduction."""
+        if isinstance(tensors, torch.Tensor):
+            alone = dist.AllreduceOptions()
+            alone.reduceOp = dist.ReduceOp(_SUM if opts is None else _op(opts))
+            tensors, opts = [tensors], alone
         (tensor,) = tensors
         op = _SUM if opts is None else _op(opts.reduceOp)
         if op not in COMBINE or not self._can(tensor):

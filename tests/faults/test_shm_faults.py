@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ def die_in_sum(rank: int, size: int, numel: int, own: bool) -> str:
         group.peers.watch.wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if numel == SIZES["small"]:
             os.kill(os.getpid(), signal.SIGKILL)
-    return message_of(group, tensor)
+    began = time.monotonic()
+    message = message_of(group, tensor)
+    assert time.monotonic() - began < 5, "the others hung for too long"
+    return message
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -316,9 +320,6 @@ def memory_is_given_back(rank: int, size: int) -> list[int]:
         dist.all_reduce(own, group=group)
         del own
     gc.collect()
-    dist.barrier(group=group)
-    small = group.allocate_tensor(10, dtype=torch.float32)  # looks which segments of the others are gone
-    del small
     counts.append(held()[1])
     kept = group.allocate_tensor(10, dtype=torch.float32).fill_(7.0)
     dist.destroy_process_group(group)
@@ -327,7 +328,7 @@ def memory_is_given_back(rank: int, size: int) -> list[int]:
 
 def test_memory_goes_back_when_its_last_tensor_does_and_not_before(ranks: RankPool) -> None:
     for before, after, kept in ranks.run(memory_is_given_back):
-        assert after <= before + 1
+        assert after <= before + 2  # of the last one, which nothing has come in place of
         assert kept == 7
 
 

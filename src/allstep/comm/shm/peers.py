@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from allstep.comm.shm import futex
 from allstep.comm.shm.calls import describe
 from allstep.comm.shm.host import host_key, why_not_here
 from allstep.comm.shm.segments import Address, Segment, map_segment
-from allstep.comm.shm.waiting import LEFT, Watch
+from allstep.comm.shm.waiting import LEFT, SLEEPERS, Watch
 from allstep.errors import CollectiveError
 
 __all__ = ["Offer", "Peers"]
@@ -104,7 +105,9 @@ class Peers:
         """By rank, (STAGED,) bytes."""
         self.own = self.cells[rank]
         self._pids = [each["pid"] for each in told]
-        self.watch = Watch(rank, self.cells, self._pids, timeout)
+        addresses = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in memories]
+        self._address = addresses[rank]
+        self.watch = Watch(rank, self.cells, addresses, self._pids, timeout)
         self.posted = 0
         """Number of the last collective that this rank has come to."""
         self.turn = 0
@@ -120,6 +123,14 @@ class Peers:
 
     # ---- collectives
 
+    def tell(self, word: int, value: int) -> None:
+        """Let a counter of this rank grow, and wake those who sleep until it does."""
+        own = self.own
+        own[word] = value
+        if own[word + SLEEPERS]:
+            own[word + SLEEPERS] = 0
+            futex.wake(self._address + 8 * word)
+
     def post(self, call: int, location: int = PRIVATE) -> int:
         """Say that this rank has come to its next collective; returns the number of that.
 
@@ -130,7 +141,7 @@ class Peers:
         self.posted = number = self.posted + 1
         at = CALLS + 2 * (number % REMEMBERED)
         self.own[at], self.own[at + 1] = call, location
-        self.own[POSTED] = number
+        self.tell(POSTED, number)
         return number
 
     def has_come(self, number: int) -> bool:
@@ -161,7 +172,7 @@ class Peers:
 
     def done(self, number: int) -> None:
         """This rank reads and writes nothing more for that collective and those before it."""
-        self.own[DONE] = number
+        self.tell(DONE, number)
 
     def done_by_all(self) -> int:
         """Number of the last collective that all ranks are done with."""
@@ -190,7 +201,6 @@ class Peers:
         self.own[at + 1], self.own[at + 2], self.own[at + 3] = address.fd, address.inode, address.nbytes
         self._segments[index] = (tensor.data_ptr(), tensor.data_ptr() + numel * dtype.itemsize)
         weakref.finalize(segment.memory, _gone, weakref.ref(self), index, address.fd, os.getpid()).atexit = False
-        self._sweep()
         return tensor
 
     def gone(self, index: int) -> None:
@@ -236,6 +246,7 @@ class Peers:
                 raise CollectiveError(
                     f"Rank {self.rank} of {self.size} cannot map the memory of rank {rank}: {error}"
                 ) from error
+            self._sweep()  # a new one often comes in place of an old one (test_shm_faults.py)
             self._mapped[rank, index] = held = (generation, torch.frombuffer(memory, dtype=torch.uint8))
         return held[1][offset : offset + numel * dtype.itemsize].view(dtype)
 

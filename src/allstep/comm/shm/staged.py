@@ -72,13 +72,13 @@ class Staged:
         peers, step = self._peers, PAIR_PIECE // flat.element_size()
         function = None if op == dist.ReduceOp.AVG else COMBINE[op]
         own, other = (self._places(flat.dtype, PAIR_PIECE, PAIR_PLACES)[rank] for rank in (self._rank, 1 - self._rank))
-        pieces, base, cells = flat.split(step), peers.turn, peers.own
+        pieces, base, tell = flat.split(step), peers.turn, peers.tell
         last, theirs, wait = len(pieces), peers.cells[1 - self._rank], peers.watch.wait
         for turn in range(last + 1):
             if turn < last:
                 piece, place = pieces[turn], own[turn % PAIR_PLACES]
                 (place if piece.numel() == step else place[: piece.numel()]).copy_(piece)
-                cells[TURN] = base + turn + 1
+                tell(TURN, base + turn + 1)
             if turn:
                 if theirs[TURN] < base + turn:
                     wait(TURN, base + turn, call)
@@ -119,7 +119,7 @@ class Staged:
                 for other in self._others:
                     low, high = piece.numel() * other // size, piece.numel() * (other + 1) // size
                     piece[low:high].copy_(places[other][at][low:high])
-            peers.own[TURN] = base + turn + 1
+            peers.tell(TURN, base + turn + 1)
             peers.watch.wait(TURN, base + turn + 1, call)
         peers.turn = base + last + 2
 
@@ -152,7 +152,7 @@ class Staged:
             place = peers.turn & 1  # goes on over exchanges: a collective may have several
             show(turn, places[self._rank][place])
             peers.turn += 1
-            peers.own[TURN] = peers.turn
+            peers.tell(TURN, peers.turn)
             peers.watch.wait(TURN, peers.turn, call)
             take(turn, [each[place] for each in places])
 

@@ -8,18 +8,24 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from allstep.comm.shm import futex
 from allstep.comm.shm.calls import describe
 from allstep.errors import CollectiveError
 
-__all__ = ["IDLE", "LEFT", "Watch"]
+__all__ = ["IDLE", "LEFT", "SLEEPERS", "Watch"]
 
 LEFT = 8
 """Word of a rank's counters that is 1 when it has left."""
 
+SLEEPERS = 1
+"""Words behind a counter: 1 where somebody sleeps until that counter changes."""
+
 _YIELDING = 0.004
-"""Seconds to hand the core to whoever wants it before sleeping: a wake-up from sleep costs about 0.1 ms."""
-_SHARE = 0.05
-_LONGEST_SLEEP = 0.002
+"""Seconds to hand the core to whoever wants it before sleeping: a wake-up costs more."""
+_YIELDING_CROWDED = 0.0003
+"""The same where there are more ranks than cores, and who yields may get the core back before the one that is waited for."""
+_NAP = 0.02
+"""Seconds to sleep at most before looking again."""
 _ALONE = 0.001
 """Seconds to wait before looking at other lines."""
 _BETWEEN_LOOKS = 0.2
@@ -48,12 +54,20 @@ class Watch:
     Args:
         rank: who waits.
         counters: by rank, its counters: (words,) 64-bit integers in shared memory.
+        addresses: by rank, where those lie in this process.
         pids: by rank, its process.
         timeout: seconds that a wait may take; asked for at each long one.
     """
 
-    def __init__(self, rank: int, counters: Sequence[memoryview], pids: Sequence[int], timeout: Callable[[], float]) -> None:
-        self._rank, self._pids, self._timeout = rank, pids, timeout
+    def __init__(
+        self,
+        rank: int,
+        counters: Sequence[memoryview],
+        addresses: Sequence[int],
+        pids: Sequence[int],
+        timeout: Callable[[], float],
+    ) -> None:
+        self._rank, self._addresses, self._pids, self._timeout = rank, addresses, pids, timeout
         self._others = [(other, cells) for other, cells in enumerate(counters) if other != rank]
         self.age = 0
         """That of the line that waits here."""
@@ -64,7 +78,8 @@ class Watch:
             self._processes[fd] = other
             self._poll.register(fd, select.POLLIN)
         # with a core for each rank, what is waited for comes in a moment; otherwise it needs this core
-        self._spins = 100 if len(pids) <= len(os.sched_getaffinity(0)) else 2
+        is_crowded = len(pids) > len(os.sched_getaffinity(0))
+        self._spins, self._yielding = (2, _YIELDING_CROWDED) if is_crowded else (100, _YIELDING)
 
     def wait(self, word: int, value: int, call: int) -> None:
         """Return when that word of every other rank is at least `value`.
@@ -80,21 +95,28 @@ class Watch:
         for _ in range(self._spins):
             if cells[word] >= value:
                 return
-        relax, clock = os.sched_yield, time.monotonic
-        began = looked = clock()
+        began = looked = now = time.monotonic()
         while cells[word] < value:
-            for _ in range(8):
-                relax()
-                if cells[word] >= value:
-                    return
-            now = clock()
+            if now - began < self._yielding:
+                for _ in range(8):
+                    os.sched_yield()
+                    if cells[word] >= value:
+                        return
+            else:
+                self._sleep(other, cells, word, value)
+            now = time.monotonic()
             if now - began > _ALONE:
                 self._help()
-            if now - began > _YIELDING:
-                time.sleep(min(_LONGEST_SLEEP, _SHARE * (now - began)))
             if now - looked > _BETWEEN_LOOKS:
                 looked = now
                 self._look(other, cells, word, value, call, now - began)
+
+    def _sleep(self, other: int, cells: memoryview, word: int, value: int) -> None:
+        """Until that word changes; see `tell`. A wake-up that is lost, as the two cross, costs one nap."""
+        cells[word + SLEEPERS] = 1
+        seen = cells[word]
+        if seen < value:
+            futex.wait(self._addresses[other] + 8 * word, seen, _NAP)
 
     def _help(self) -> None:
         """Only in lines that were made earlier: two ranks that helped in each other's line would wait for one another there."""

@@ -1,5 +1,8 @@
 """Buckets are laid out once more, in the order in which rank 0's gradients came; results do not change."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +77,25 @@ def test_a_rank_that_only_takes_part_rebuilds_with_the_others(ranks):
     (first, count), (second, other) = ranks.run(rank_without_a_second_forward)
     assert count == other == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def memory_of_before(rank, size, set_to_none):
+    model = DistributedDataParallel(Reversed(), bucket_cap_mb=0.0004)
+    buckets = model._reducer.buckets
+    model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    before, gone = weakref.ref(buckets.gradients.storage), []
+    allocate = buckets._communicator.allocate
+
+    def watched(*arguments):
+        gone.append(before() is None)
+        return allocate(*arguments)
+
+    with mock.patch.object(buckets._communicator, "allocate", watched):
+        model(torch.ones(2, 8)).sum().backward()
+    return gone
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_memory_of_before_goes_before_new_memory_comes_where_no_gradient_lies_there(ranks, set_to_none):
+    assert ranks.run(memory_of_before, set_to_none) == [[set_to_none]] * 2

@@ -89,6 +89,10 @@ class Buckets:
     def _allocate(self) -> None:
         """Make the memory that the layout describes."""
         parameters = self.gradients.parameters
+        if not self.gradients.are_in_storage():  # then the memory of before goes first (test_rebuild.py)
+            self._shared, self._undivided = [], []
+            self.__dict__.pop("riders", None)
+            self.gradients.drop_storage()
         self.gradients.storage = GradientStorage(self.layout, parameters, self._communicator.allocate)
         self.riders = Riders(self.gradients.storage.riders, len(parameters), self._communicator)
         self._shared = [SharedBucket(self._communicator, self.gradients.storage, bucket) for bucket in self.layout.buckets]

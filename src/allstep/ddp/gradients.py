@@ -61,6 +61,14 @@ class Gradients:
                 if parameter.grad is old:
                     parameter.grad = view.copy_(old)
 
+    def are_in_storage(self) -> bool:
+        """Whether some parameter's gradient lies in it."""
+        return self._storage is not None and any(map(operator.is_, map(_GRAD, self.parameters), self._storage.views))
+
+    def drop_storage(self) -> None:
+        """Let go of it, before another one is given."""
+        self._storage, self._parameters_of, self._views_of = None, [], []
+
     def fit(self) -> bool:
         """Whether parameters still have the dtypes, devices and strides that they were laid out for."""
         if self._addresses != [*map(_ADDRESS, self.parameters)]:

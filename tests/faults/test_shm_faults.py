@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from allstep import DistributedDataParallel
 from allstep.errors import CollectiveError
 from allstep.testing.ranks import RankPool, run_ranks
 
@@ -345,3 +346,45 @@ def many_segments(rank: int, size: int) -> list[bool]:
 def test_more_segments_than_the_table_holds_are_ordinary_memory(ranks: RankPool) -> None:
     for results in ranks.run(many_segments):
         assert all(results)
+
+
+def train_without_shared_memory_here(rank: int, size: int, weighs: bool) -> tuple[bool, list[torch.Tensor]]:
+    group = shared_group()
+    group.open_channel()
+    if rank == 1:
+        group.opened_channel.peers.allocate = lambda *_: None
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(40, 2000), torch.nn.Linear(2000, 3)), process_group=group
+    )
+    gradients = []
+    for step in range(2):
+        model.zero_grad()
+        inputs = torch.full((2 + rank, 40), 1.0 + step + rank)
+        loss = model(inputs).square().mean()
+        if weighs:
+            model.weigh(2.0 + rank)
+            loss = loss * (2 + rank)
+        loss.backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+    is_shared = group.opened_channel.peers.locate(model._reducer.buckets.gradients.storage.buckets[0]) >= 0
+    return is_shared, gradients
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_rank_that_got_ordinary_memory_reduces_with_those_that_share(weighs: bool) -> None:
+    expected: list[torch.Tensor] = []
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 2000), torch.nn.Linear(2000, 3))
+    for step in range(2):
+        model.zero_grad()
+        for rank in range(2):
+            share = (2 + rank) / 5 if weighs else 0.5
+            (model(torch.full((2 + rank, 40), 1.0 + step + rank)).square().mean() * share).backward()
+        expected += [parameter.grad.clone() for parameter in model.parameters()]
+    with RankPool(2) as pool:
+        (first, ours), (second, theirs) = pool.run(train_without_shared_memory_here, weighs)
+    assert (first, second) == (True, False)
+    for mine, other, right in zip(ours, theirs, expected, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)

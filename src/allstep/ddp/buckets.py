@@ -128,8 +128,8 @@ class Buckets:
         bucket = self.layout.buckets[self.countdown.next]
         is_last = bucket is self.layout.buckets[-1]
         indices, views, fresh = self.gradients.collect(bucket, window.touched, self.countdown.is_ready, window.unreached)
-        shared = self._shared[bucket.index]
-        if self.hook is None and shared.is_shared:
+        if self.hook is None and self._communicator.shares_memory:
+            shared = self._shared[bucket.index]
             held, views, fresh = shared.take(indices, views, fresh)
             self.gradients.copy_in(bucket, views, fresh)
             if is_last:

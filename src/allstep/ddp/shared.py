@@ -43,15 +43,16 @@ class SharedBucket:
         self._gradients = len(bounds) - 1  # sections; riders come behind them
         if bucket.riders:
             bounds.append(bucket.numel)
+        self._communicator = communicator
+        self._scaled = storage.gradients[bucket.index]
         self._sum: SharedSum | None = communicator.shared_sum(self._flat, bounds) if bucket.numel else None
         if self._sum is not None:
             slices = self._sum.own_slices()
             for large in self._large.values():
                 large.cut(self._flat, *slices[large.section])
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the bucket lies where all ranks see it; somebody may have moved it elsewhere."""
+    def _is_there(self) -> bool:
+        """Whether the bucket lies where all ranks see it; this rank may have got other memory, or somebody moved it."""
         return self._sum is not None and self._flat.data_ptr() == self._address
 
     def take(
@@ -64,7 +65,7 @@ class SharedBucket:
             views: their places.
             gradients: of them.
         """
-        if not self._large:
+        if not self._large or not self._is_there():
             return {}, views, gradients
         fresh: dict[int, torch.Tensor] = {}
         places, others = [], []
@@ -78,9 +79,25 @@ class SharedBucket:
         return fresh, places, others
 
     def start(self, fresh: dict[int, torch.Tensor], scale: float | Callable[[], float]) -> Pending:
-        """Start to sum, times `scale`; riders are not scaled."""
-        assert self._sum is not None
-        return self._sum.start(fresh, scale, self._gradients, self._flat)
+        """Start to sum, times `scale`; riders are not scaled.
+
+        A rank whose own bucket lies elsewhere sums by the same rules, as the others cannot know (test_shm_faults.py).
+        """
+        if self._sum is not None and self._is_there():
+            return self._sum.start(fresh, scale, self._gradients, self._flat)
+        return _ScaledLater(self._communicator.all_reduce(self._flat), self._scaled, scale)
+
+
+class _ScaledLater:
+    """A sum in ordinary memory; to wait for it scales it."""
+
+    def __init__(self, pending: Pending, target: torch.Tensor, scale: float | Callable[[], float]) -> None:
+        self._pending, self._target, self._scale = pending, target, scale
+
+    def wait(self) -> None:
+        """Wait, and scale."""
+        self._pending.wait()
+        self._target.mul_(self._scale if isinstance(self._scale, float) else self._scale())
 
 
 class _Large:

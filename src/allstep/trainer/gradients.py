@@ -8,7 +8,6 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 
 __all__ = ["backward", "clip_gradients", "drop_gradients"]
 
@@ -18,12 +17,7 @@ _FOREACH_DEVICES = frozenset({"cpu", "cuda"})
 
 def backward(loss: torch.Tensor, weight: float) -> None:
     """Accumulate the gradients of `weight` x `loss`, which is one number."""
-    seed = torch.full_like(loss, weight)
-    if type(loss) is torch.Tensor and loss.requires_grad:
-        # torch.autograd.backward() without its checks, which for a given seed import and call those of symbolic shapes
-        _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
-        loss.backward(seed)
+    loss.backward(torch.full_like(loss, weight))
 
 
 @torch.no_grad()

@@ -304,7 +304,9 @@ class Collectives:
         wrong = self.staged.all_to_all(outputs, inputs, number, call)
         if wrong:
             self._peers().done(number)
-            raise CollectiveError(f"Rank {self._rank} of {self._size}: all_to_all: {wrong}.")
+            raise CollectiveError(
+                f"Rank {self._rank} of {self._size}: all_to_all: {wrong}. What a rank sends must be what the other expects."
+            )
 
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None

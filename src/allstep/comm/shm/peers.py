@@ -51,21 +51,17 @@ PRIVATE, COPIED = -1, -2
 
 
 class Offer:
-    """What a rank tells the others before they share memory: who it is, and where its control segment lies.
+    """What a rank tells the others before they share memory: who it is, and where its control segment lies."""
 
-    Args:
-        refusal: why it will not, or empty.
-    """
-
-    def __init__(self, refusal: str = "") -> None:
+    def __init__(self) -> None:
         self.segment: Segment | None = None
-        self.refusal = refusal or why_not_here()
-        if not self.refusal:
+        refusal = why_not_here()
+        if not refusal:
             try:
                 self.segment = Segment(_STAGING + 2 * SMALL + STAGED)
             except OSError as error:
-                self.refusal = str(error)
-        self.told: dict[str, Any] = {"refusal": self.refusal}
+                refusal = str(error)
+        self.told: dict[str, Any] = {"refusal": refusal}
         """For the others; goes through JSON."""
         if self.segment is not None:
             token = secrets.randbits(62)
@@ -237,14 +233,18 @@ class Peers:
         at = _TABLE + 4 * index
         generation, fd, inode, nbytes = self.cells[rank][at : at + 4].tolist()
         if generation & 0xFFFF != location >> 40 & 0xFFFF:
-            raise CollectiveError(f"Rank {self.rank} of {self.size}: rank {rank} let go of a tensor while it was being summed.")
+            raise CollectiveError(
+                f"Rank {self.rank} of {self.size}: rank {rank} let go of a tensor while it was being summed. Keep it until the "
+                f"work that all_reduce returned has been waited for."
+            )
         held = self._mapped.get((rank, index))
         if held is None or held[0] != generation:
             try:
                 memory = map_segment(Address(self._pids[rank], fd, inode, nbytes))
             except OSError as error:
                 raise CollectiveError(
-                    f"Rank {self.rank} of {self.size} cannot map the memory of rank {rank}: {error}"
+                    f"Rank {self.rank} of {self.size} cannot map the memory of rank {rank}: {error}. Start the job again with "
+                    f"the backend gloo (ddp_backend='gloo') where this does not go away."
                 ) from error
             self._sweep()  # a new one often comes in place of an old one (test_shm_faults.py)
             self._mapped[rank, index] = held = (generation, torch.frombuffer(memory, dtype=torch.uint8))

@@ -8,8 +8,6 @@ import mmap
 import os
 from dataclasses import dataclass
 
-import torch
-
 __all__ = ["Address", "Segment", "map_segment"]
 
 _PAGE = mmap.PAGESIZE
@@ -53,10 +51,6 @@ class Segment:
     def words(self) -> memoryview:
         """All of it as 64-bit integers."""
         return memoryview(self.memory).cast("q")
-
-    def bytes(self) -> torch.Tensor:
-        """(nbytes,) uint8: all of it. It lives as long as any tensor made of it."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def close(self) -> None:
         """No process can find it any more; those that have mapped it keep it."""

@@ -139,7 +139,8 @@ class Watch:
         if waited > self._timeout():
             raise CollectiveError(
                 f"{broke} rank {other} did not come to it within the timeout of {self._timeout():g} s. It lives (process "
-                f"{self._pids[other]}), but is late, or runs something else."
+                f"{self._pids[other]}), but is late, or runs something else. Where it is only slow, raise the timeout "
+                f"(ddp_timeout)."
             )
 
     def close(self) -> None:

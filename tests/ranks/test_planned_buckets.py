@@ -430,6 +430,7 @@ def test_in_memory_that_ranks_share_a_bucket_is_closed_at_one_mebibyte_and_nothi
     widths = [512, 1024, 512, 1024, 512, 256, 256, 256, 256]
     _, apart = step_on(clock, dear, None, widths)
     monkeypatch.setattr(Link, "shares_memory", True)
+    monkeypatch.setattr(Link, "post_number", lambda _, value: lambda: [value, value])
     _, sharing = step_on(clock, dear, None, widths)
     assert len(apart.bucket_layout.buckets) == 1
     assert apart.bucket_plan is not None

@@ -141,6 +141,16 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda value: _is_whole(value) and value >= 1,
         "a whole number of micro-batches, at least 1; write 1 for no accumulation",
     ),
+    (
+        ("global_batch_size",),
+        _or_none(lambda value: _is_whole(value) and value >= 1),
+        "a whole number of samples, at least 1, or None for micro-batch x accumulation x world size",
+    ),
+    (
+        ("deterministic_reduction",),
+        lambda value: isinstance(value, bool) or value == "auto",
+        'True, False or "auto"',
+    ),
     (("num_train_epochs",), _is_number, "a number of epochs, such as 3"),
     (("max_steps",), _is_whole, "a whole number of optimizer steps; write -1 to go by num_train_epochs"),
     (
@@ -276,6 +286,13 @@ def _together(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
     yield from _broken_intervals(values)
     yield from _broken_best_model(values)
     yield from _broken_loader(values)
+    whole, part = values["global_batch_size"], values["per_device_train_batch_size"]
+    if whole is not None and _is_whole(whole) and _is_whole(part) and part > 0 and whole % part:
+        yield (
+            ("global_batch_size", "per_device_train_batch_size"),
+            f"global_batch_size={whole} and per_device_train_batch_size={part}: expected whole micro-batches. Write "
+            f"global_batch_size={max(1, whole // part) * part}, or a per_device_train_batch_size that divides {whole}.",
+        )
     for what in ("checkpointing", "checkpointing_kwargs"):
         older, newer = f"gradient_{what}", f"activation_{what}"
         if None not in (values[older], values[newer]) and values[older] != values[newer]:

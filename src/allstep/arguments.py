@@ -68,6 +68,9 @@ class TrainingArguments:
     """Samples of one batch on one rank, in evaluation and prediction. Changes memory and speed, never the result."""
     gradient_accumulation_steps: int = 1
     """Micro-batches of one optimizer step on each rank. Gradients are reduced once a step, on the last of them."""
+    global_batch_size: int | None = None
+    """Samples of one optimizer step on all ranks. When set, accumulation follows from it and the world size, so that a
+    step consists of the same samples on any number of ranks. None: micro-batch × accumulation × world size."""
     num_train_epochs: float = 3.0
     """Passes over the training data; 0.5 ends in the middle of the first. Ignored when `max_steps` is positive."""
     max_steps: int = -1
@@ -108,6 +111,11 @@ class TrainingArguments:
     """Ask torch for deterministic kernels only: the same bits when run again, slower on some devices."""
     use_cpu: bool = False
     """Stay on the CPU also where there is an accelerator."""
+
+    deterministic_reduction: bool | str = "auto"
+    """Sum gradients over micro-batches and ranks in an order that does not depend on the number of ranks: a binary tree
+    over the global batch's micro-batches. 1, 2, 4, … ranks then give the same bits, where each runs a power of two of them.
+    It holds log2(accumulation) - 1 more sets of gradients. "auto": on the CPU, where it costs next to nothing."""
 
     # ---- memory
     gradient_checkpointing: bool | None = None

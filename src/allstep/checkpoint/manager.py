@@ -156,6 +156,16 @@ class CheckpointManager:
             )
         return newest
 
+    def global_batch_size(self, path: Path) -> int | None:
+        """Collective. Samples of one optimizer step of the run that wrote a checkpoint; None for a folder of Hugging Face's."""
+
+        def read() -> int | None:
+            manifest = self._store.manifest(path)
+            return None if manifest is None else manifest.global_batch_size
+
+        size: int | None = self._votes.on_first(read, f"resume from {path}")
+        return size or None
+
     def load(self, path: str | os.PathLike[str], state: TrainState) -> Restored:
         """Collective. Fill the live objects of `state` from a checkpoint. No rank goes on before all have read theirs, so
         nothing is deleted under a rank that reads.

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from allstep.comm.channels import can_have_channel, channel_of, let_go_of_channels, opened_channel
 from allstep.comm.missing import missing_ranks
+from allstep.comm.ordered import OrderedSum
 from allstep.comm.shm import ShmProcessGroup
 from allstep.errors import CollectiveError
 
@@ -29,6 +30,7 @@ __all__ = [
     "Communicator",
     "GroupCommunicator",
     "Pending",
+    "PendingInOrder",
     "SharedSum",
     "SoloCommunicator",
     "communicator_for",
@@ -47,6 +49,13 @@ class Pending(Protocol):
 
     def wait(self) -> Any:
         """Return when the result may be read: on the CPU at once, on a device by work queued after this call."""
+
+
+class PendingInOrder(Pending, Protocol):
+    """A collective of two parts."""
+
+    def go_on(self) -> None:
+        """Start the second part; where it has not been called, `wait` does. All ranks do so in the same order."""
 
 
 class SharedSum(Protocol):
@@ -107,6 +116,15 @@ class Communicator(ABC):
             at_once: connect the ranks now; False: when the first collective goes over it, which all have to begin alike.
         """
         return self
+
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether `all_reduce` adds in a tree by rank, so that what 1, 2 and 4 ranks sum has the same bits."""
+        return self.size <= 2
+
+    def all_reduce_in_order(self, tensor: torch.Tensor) -> "PendingInOrder":
+        """Start to sum `tensor`, flat and contiguous, in a tree by rank, where `all_reduce` does not."""
+        raise NotImplementedError
 
     def averages_in_flight(self, device: torch.device) -> bool:
         """Whether the backend can average tensors of `device`, and not only sum them."""
@@ -229,6 +247,18 @@ class GroupCommunicator(Communicator):
             raise self.broken(what, error) from error
         return _Waiting(work, self, what)
 
+    @property
+    def adds_in_order(self) -> bool:
+        return self.size <= 2 or self.shares_memory
+
+    def all_reduce_in_order(self, tensor: torch.Tensor) -> PendingInOrder:
+        what = f"all_reduce in order of {tensor.numel()} {tensor.dtype}"
+        try:
+            pending = OrderedSum(self.carrier, torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor)
+        except RuntimeError as error:
+            raise self.broken(what, error) from error
+        return _WaitingInOrder(pending, self, what)
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         if not tensors:
             return
@@ -325,6 +355,16 @@ class _Waiting:
     def wait(self) -> None:
         try:
             self._work.wait()
+        except RuntimeError as error:
+            raise self._by.broken(self._what, error) from error
+
+
+class _WaitingInOrder(_Waiting):
+    """The same, for a collective of two parts."""
+
+    def go_on(self) -> None:
+        try:
+            self._work.go_on()
         except RuntimeError as error:
             raise self._by.broken(self._what, error) from error
 

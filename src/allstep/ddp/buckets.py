@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from allstep.comm.communicator import Communicator, Pending
+from allstep.comm.communicator import Communicator, Pending, PendingInOrder
 from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.comm_hooks import CommHook
 from allstep.ddp.countdown import Countdown
@@ -16,7 +16,7 @@ from allstep.ddp.layout import Bucket, BucketCaps, BucketLayout, ParameterSpec, 
 from allstep.ddp.riders import Riders
 from allstep.ddp.shared import SharedBucket
 from allstep.ddp.sparse import average_sparse_gradients
-from allstep.ddp.transfers import start_hooked_transfer, start_transfer
+from allstep.ddp.transfers import start_hooked_transfer, start_ordered_transfer, start_transfer
 from allstep.ddp.window import Window
 
 __all__ = ["Buckets"]
@@ -33,6 +33,7 @@ class Buckets:
         sparse: indices of parameters whose gradients are sparse; those lie in no bucket.
         delayed: indices of parameters to reduce behind all others, in buckets of their own.
         trigger: index of a parameter; the delayed ones are not reduced before its gradient has come.
+        in_order: add in a tree by rank, whatever the backend's own order is.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Buckets:
         sparse: Collection[int] = (),
         delayed: Collection[int] = (),
         trigger: int | None = None,
+        in_order: bool = False,
     ) -> None:
         self.gradients = Gradients([parameter for _, parameter in named], as_views=as_views, sparse=sparse)
         self.caps = caps
@@ -52,6 +54,8 @@ class Buckets:
         self.write_riders: Callable[[float], None]
         """Puts this rank's numbers behind the last bucket, times a scale, just before that is sent; the reducer's."""
         self._delayed, self._trigger = frozenset(delayed), trigger
+        self.in_order = in_order
+        """Whether sums are a tree by rank."""
         self.bytes_reduced = 0
         """Of all buckets since the start."""
         self.hook: tuple[Any, CommHook] | None = None
@@ -61,6 +65,7 @@ class Buckets:
         self.riders: Riders
         """The numbers behind the last bucket."""
         self._pending: list[Pending] = []
+        self._in_two_parts: PendingInOrder | None = None  # the last one that was started
         self._undivided: list[torch.Tensor] = []  # sums that `divide` has to divide by weights
         self._scale: Callable[[], float] | None = None
         self.lay_out(range(len(named) - 1, -1, -1))  # gradients usually come in reverse registration order
@@ -107,7 +112,7 @@ class Buckets:
     def restart(self) -> None:
         """No gradient of the coming backward is there yet."""
         self.countdown.restart()
-        self._pending = []
+        self._pending, self._in_two_parts = [], None
         self._undivided, self._scale = [], None
         self.gradients.forget()
 
@@ -127,6 +132,8 @@ class Buckets:
         """Send the next bucket, whatever it lacks; whether the one behind it is full."""
         bucket = self.layout.buckets[self.countdown.next]
         is_last = bucket is self.layout.buckets[-1]
+        if self.gradients.tree:
+            self.gradients.tree.give_back(bucket.parameters)
         indices, views, fresh = self.gradients.collect(bucket, window.touched, self.countdown.is_ready, window.unreached)
         if self.hook is None and self._communicator.shares_memory:
             shared = self._shared[bucket.index]
@@ -152,12 +159,18 @@ class Buckets:
     def _send_copied(self, bucket: Bucket, window: Window, is_last: bool) -> None:
         """By an all-reduce of any backend, or by a hook."""
         storage = self.gradients.storage
-        average = self._communicator.averages_in_flight(self.riders.numbers.device)
+        in_order = self.in_order and not self._communicator.adds_in_order
+        average = self._communicator.averages_in_flight(self.riders.numbers.device) and not in_order
         divide_by = 1 if window.weight is not None else 0 if average else self._communicator.size
         if is_last:
             self.write_riders(self._communicator.size if self.hook is None and not divide_by else 1)
         self._undivided.append(storage.gradients[bucket.index])
-        if self.hook is None:
+        if self.hook is None and in_order:
+            if self._in_two_parts is not None:
+                self._in_two_parts.go_on()  # before the next one starts, so that all ranks do so in one order
+            self._in_two_parts = start_ordered_transfer(self._communicator, storage, bucket, divide_by)
+            self._pending.append(self._in_two_parts)
+        elif self.hook is None:
             self._pending.append(start_transfer(self._communicator, storage, bucket, divide_by))
         else:
             if bucket.slots:

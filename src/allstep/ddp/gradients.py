@@ -10,6 +10,7 @@ import torch
 from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.layout import Bucket
 from allstep.ddp.second_order import refusing_derivatives
+from allstep.ddp.tree import GradientTree
 
 __all__ = ["Gradients"]
 
@@ -32,7 +33,9 @@ class Gradients:
         self.as_views = as_views
         self._storage: GradientStorage | None = None
         self._kept: dict[int, torch.Tensor] = {}  # gradients left from before, of parameters this rank did not use
-        self._aside: list[torch.Tensor | None] | None = None
+        self._aside: tuple[list[torch.Tensor | None], GradientTree] | None = None
+        self.tree = GradientTree(self.parameters, self.sparse)
+        """What the micro-batches of a window have given, where it is summed in order."""
         self.taken: list[int] = []
         """Parameters whose gradient came in this backward and was gone when their bucket was filled."""
         self._remember_places()
@@ -218,22 +221,25 @@ class Gradients:
     def forget(self) -> None:
         """A reduction has ended: what was kept for it is needed no more."""
         self._kept, self.taken = {}, []
+        self.tree.clear()
 
     def set_aside(self) -> bool:
         """Take all gradients from the parameters until `bring_back`; False where that was done before."""
         is_first = self._aside is None
         if is_first:
             pairs = zip(self.parameters, self.storage.views, strict=True)
-            self._aside = [p.grad.clone() if p.grad is view else p.grad for p, view in pairs]
+            self._aside = [p.grad.clone() if p.grad is view else p.grad for p, view in pairs], self.tree
+            self.tree = GradientTree(self.parameters, self.sparse)
         for parameter in self.parameters:
             parameter.grad = None
         return is_first
 
     def bring_back(self) -> bool:
         """Give the parameters the gradients that were set aside; False where there are none."""
-        held, self._aside = self._aside, None
-        if held is None:
+        aside, self._aside = self._aside, None
+        if aside is None:
             return False
-        for parameter, gradient in zip(self.parameters, held, strict=True):
+        gradients, self.tree = aside
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         return True

@@ -78,6 +78,8 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         bucket_cap_mb_list: as `bucket_cap_mb` with several sizes.
         batched_grad_copy: accepted for compatibility; copies into buckets are always batched.
         forward_sync_buffers: send rank 0's buffers to all ranks at the start of a forward, once for each reduction.
+        deterministic_reduction: add in a tree by rank on any backend, ((0 + 1) + (2 + 3)) + …. `shm` on one host does that
+            anyway, and for two ranks there is one order only. See `begin_micro_batch` for the sum within a rank.
 
     Attributes that this class does not have are those of `module`. Keys of `state_dict()` begin with "module.", as torch's do;
     `load_state_dict` takes those of a bare or compiled module too, and `ddp.module.state_dict()` is what a bare one loads.
@@ -113,6 +115,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = True,
         forward_sync_buffers: bool | None = None,
+        deterministic_reduction: bool = False,
     ) -> None:
         super().__init__()
         keep_engine_out_of_graphs()
@@ -130,6 +133,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.deterministic_reduction = deterministic_reduction
         self.require_backward_grad_sync = True
         """Whether the next forward's backward is reduced; `no_sync` clears it for a while."""
         self._buffers_sent_at = -1  # reductions that were done when rank 0's buffers were sent
@@ -178,6 +182,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
             sparse=[self._index_of[identity] for identity in sparse_parameters(self.module) & self._index_of.keys()],
             delayed=[index_of_name[name] for name in delayed if name in index_of_name],
             trigger=index_of_name.get(trigger),
+            in_order=self.deterministic_reduction,
         )
         strict = self.find_unused_parameters is False and not self.static_graph
         self._reducer = Reducer(buckets, list(index_of_name), communicator, strict=strict, number=self._number)
@@ -319,6 +324,21 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         """
         self._check_divisor()
         self._reducer.weigh(weight, carried)
+
+    def begin_micro_batch(self, place: int) -> None:
+        """The next forward and backward are of the micro-batch at `place` of this rank's window, counted from 0.
+
+        With it the gradients of a window are summed as a binary tree over places, (0 + 1) + (2 + 3), not one after the other;
+        places may be left out, and count as zero. Where each rank runs as many places as a power of two, and ranks add in
+        order too, gradients have the same bits however many ranks share the micro-batches of a step. It keeps one set of
+        gradients aside for 4 micro-batches, two for 8, three for 16. Sparse gradients are summed as they come.
+        """
+        self._reducer.buckets.gradients.tree.begin(place)
+
+    @property
+    def gradients_aside(self) -> int:
+        """The largest number of sets of gradients that were kept aside in a window so far; see `begin_micro_batch`."""
+        return self._reducer.buckets.gradients.tree.most_kept
 
     def take_part(self, *, weight: float | None = None, carried: float | torch.Tensor = 0.0) -> None:
         """Collective. Reduce without a backward: for a rank that has no micro-batch left while others still have one."""

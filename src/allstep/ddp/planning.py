@@ -37,7 +37,7 @@ def plan_buckets(buckets: Buckets, communicator: Communicator, times: ReadyTimes
     communication hook, which may keep state for each bucket; or deterministic algorithms with more than two ranks, where the
     order of a sum, and so its last bits, depend on the place of a gradient in its bucket, and the plan on times.
     """
-    exact = communicator.size > 2 and torch.are_deterministic_algorithms_enabled()
+    exact = not (communicator.adds_in_order or buckets.in_order) and torch.are_deterministic_algorithms_enabled()
     against = exact or buckets.hook is not None
     told: list[tuple[bool, Backward | None]] = communicator.all_gather_object((against, None if against else times.backward()))
     agreed = None if any(veto for veto, _ in told) else slowest(backward for _, backward in told)

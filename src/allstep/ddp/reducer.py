@@ -412,7 +412,8 @@ class Reducer:
         if not self.changes.new:
             return
         names, parameters = zip(*self.changes.new, strict=True)
-        buckets = Buckets(self.changes.new, self._communicator, self.buckets.caps, as_views=False)
+        caps, in_order = self.buckets.caps, self.buckets.in_order
+        buckets = Buckets(self.changes.new, self._communicator, caps, as_views=False, in_order=in_order)
         late = Reducer(buckets, names, self._communicator, strict=self.strict)
         late._window.touched = bytearray(parameter.grad is not None for parameter in parameters)
         late._window.weight, late._window.excused = self._window.weight, self._window.excused
@@ -431,6 +432,7 @@ class Reducer:
         self._came, self._times, self.has_started = None, None, other.has_started
         if [*map(id, self.parameters)] == [*map(id, other.parameters)]:
             self._window = other._window
+            self.buckets.gradients.tree = other.buckets.gradients.tree
         other.remove_hooks()
 
     def remove_hooks(self) -> None:

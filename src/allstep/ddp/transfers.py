@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from allstep.comm.communicator import Communicator, Pending
+from allstep.comm.communicator import Communicator, Pending, PendingInOrder
 from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.comm_hooks import CommHook, GradBucket, HookedTransfer
 from allstep.ddp.layout import Bucket
 
-__all__ = ["start_hooked_transfer", "start_transfer"]
+__all__ = ["start_hooked_transfer", "start_ordered_transfer", "start_transfer"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -22,6 +22,15 @@ def start_transfer(communicator: Communicator, storage: GradientStorage, bucket:
     if divide_by > 1:
         gradients.mul_(1.0 / divide_by)  # before the sum, so that it stays in the range of fp16
     return communicator.all_reduce(storage.buckets[bucket.index], average=not divide_by)
+
+
+def start_ordered_transfer(
+    communicator: Communicator, storage: GradientStorage, bucket: Bucket, divide_by: int
+) -> PendingInOrder:
+    """Start to sum a bucket over ranks in a tree by rank, whatever order the backend has; gradients are divided before."""
+    if divide_by > 1:
+        storage.gradients[bucket.index].mul_(1.0 / divide_by)
+    return communicator.all_reduce_in_order(storage.buckets[bucket.index])
 
 
 def start_hooked_transfer(

@@ -12,6 +12,7 @@ from allstep.arguments import TrainingArguments
 from allstep.comm.agreement import digest, failing_together
 from allstep.comm.communicator import Communicator
 from allstep.data.collate import collate
+from allstep.data.global_batch import accumulation_for
 from allstep.data.grid import Grid
 from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
@@ -21,15 +22,18 @@ from allstep.report.record import RunReport
 from allstep.trainer.losses import accepted_columns
 from allstep.trainer.run import Run
 
-__all__ = ["default_collator", "make_grid", "make_loader", "make_report"]
+__all__ = ["default_collator", "make_grid", "make_loader", "make_report", "sums_in_order"]
 
 
 _OF_ONE_RANK = ("output_dir", "run_name", "report_to", "disable_tqdm", "dataloader_")
 """What the names of arguments begin with that ranks need not agree on."""
 
 
-def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator) -> Grid:
+def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator, resumed_batch: int | None = None) -> Grid:
     """Collective. How `dataset` is laid out over the steps of all ranks, which have to agree on everything that decides it.
+
+    Args:
+        resumed_batch: global batch of the run that goes on, which is kept where `global_batch_size` does not say otherwise.
 
     Raises:
         DataError: there is nothing to train on, or nothing that `dataloader_drop_last` leaves.
@@ -37,7 +41,7 @@ def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator)
         RankFailedError: another rank has nothing to train on.
     """
     with failing_together(communicator, "looking at what to train on"):
-        grid = _grid_of(args, dataset, communicator.size)
+        grid = _grid_of(args, dataset, communicator.size, resumed_batch)
     said = {"len(train_dataset)": grid.samples, "dataloader_drop_last": grid.drop_last}
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
     said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
@@ -52,24 +56,41 @@ def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator)
     return grid
 
 
-def _grid_of(args: TrainingArguments, dataset: Any, size: int) -> Grid:
+def _grid_of(args: TrainingArguments, dataset: Any, size: int, resumed_batch: int | None) -> Grid:
     if dataset is None:
         raise DataError("Trainer.train() needs a train_dataset; this Trainer was made without one.")
     check_map_style(dataset)
+    accumulation = _accumulation(args, size, resumed_batch)
     grid = Grid(
         samples=len(dataset),
         micro_batch_size=args.per_device_train_batch_size,
-        micro_batches_per_step=size * args.gradient_accumulation_steps,
+        micro_batches_per_step=size * accumulation,
         drop_last=args.dataloader_drop_last,
     )
     if grid.samples < grid.global_batch_size:
         warnings.warn(
             f"The training dataset has {grid.samples} samples, fewer than one global batch of {grid.global_batch_size} "
-            f"({size} ranks x {args.gradient_accumulation_steps} micro-batches x {args.per_device_train_batch_size} samples): "
+            f"({size} ranks x {accumulation} micro-batches x {args.per_device_train_batch_size} samples): "
             f"each step is made of all {grid.samples}, and ranks without samples take part with weight zero.",
             stacklevel=5,
         )
     return grid
+
+
+def _accumulation(args: TrainingArguments, size: int, resumed_batch: int | None) -> int:
+    """Micro-batches of one step on each rank."""
+    micro_batch, given = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    if args.global_batch_size is None:
+        if resumed_batch is None:
+            return given
+        return accumulation_for(resumed_batch, micro_batch, size, of_whom="The global batch of the run that is resumed")
+    accumulation = accumulation_for(args.global_batch_size, micro_batch, size)
+    if given not in (1, accumulation):
+        raise ArgumentsError(
+            f"global_batch_size={args.global_batch_size} needs gradient_accumulation_steps={accumulation} on {size} rank(s) "
+            f"with micro-batches of {micro_batch}, but it was given as {given}. Leave gradient_accumulation_steps out."
+        )
+    return accumulation
 
 
 def make_loader(
@@ -119,6 +140,13 @@ def make_report(run: Run, first_step: int, seconds: float, output_dir: str) -> R
         digests=tuple(run.communicator.all_gather_object(own)),
         output_dir=output_dir,
     )
+
+
+def sums_in_order(args: TrainingArguments, communicator: Communicator, device: torch.device) -> bool:
+    """What `deterministic_reduction` means here: "auto" where ranks add in order anyway, and memory is not a device's."""
+    if args.deterministic_reduction == "auto":
+        return device.type == "cpu" and communicator.adds_in_order
+    return bool(args.deterministic_reduction)
 
 
 def _samples(grid: Grid, global_step: int) -> int:

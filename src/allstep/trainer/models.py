@@ -36,12 +36,13 @@ def prepare_model(model: nn.Module, args: TrainingArguments, device: torch.devic
     return model
 
 
-def wrap(model: nn.Module, args: TrainingArguments) -> DistributedDataParallel:
-    """Wrap `model` for training as the ddp_* arguments say."""
+def wrap(model: nn.Module, args: TrainingArguments, *, in_order: bool) -> DistributedDataParallel:
+    """Wrap `model` for training as the ddp_* arguments say; with `in_order` ranks are summed in a fixed order."""
     return DistributedDataParallel(
         model,
         forward_sync_buffers=args.ddp_broadcast_buffers is not False,
         bucket_cap_mb=args.ddp_bucket_cap_mb,
         find_unused_parameters=args.ddp_find_unused_parameters,
         static_graph=bool(args.ddp_static_graph),
+        deterministic_reduction=in_order,
     )

@@ -58,6 +58,8 @@ class Run:
     """Of the order of the data."""
     position: DataPosition
     callbacks: CallbackHandler
+    sums_in_order: bool
+    """Whether gradients are summed in an order that does not depend on the number of ranks."""
     label_names: list[str]
     compute_loss: Callable[[nn.Module, Any], torch.Tensor]
     """The mean loss of a micro-batch, given the wrapped model and inputs on the device."""

@@ -1,5 +1,6 @@
 """What a checkpoint of a run holds, which one is the best, and how a run goes on from one."""
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.data.position import DataPosition
 from allstep.ddp.sync import send_buffers
+from allstep.errors import CheckpointError
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerState
 
@@ -62,30 +64,48 @@ class Saver:
             global_batch_size=self._run.grid.global_batch_size,
         )
 
-    def resume(self, folder: Path) -> None:
+    def resume(self, folder: Path) -> str:
         """Collective. Fill model, optimizer, schedule and state from `folder`, and stand where it stood in the data.
 
+        Returns a line that says where that is, and how the global batch is made up now.
+
         Raises:
+            CheckpointError: no step of this run begins where that run stood.
             ReplicaError: the ranks do not hold the same afterwards.
         """
         run, state = self._run, self._run.callbacks.state
-        saved = TrainerState.from_dict(self._checkpoints.load(folder, self._train_state()).trainer_state)
+        # Generators are seeded for each micro-batch, so nothing depends on where they stood (test_resume_elsewhere.py).
+        wanted = dataclasses.replace(self._train_state(), with_generators=False)
+        saved = TrainerState.from_dict(self._checkpoints.load(folder, wanted).trainer_state)
         for name in ("epoch", "global_step", "log_history", "interval", "run"):
             setattr(state, name, getattr(saved, name))
         for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(state, name, getattr(saved, name))
         if saved.best_model_checkpoint is not None:
             self._checkpoints.best = Path(saved.best_model_checkpoint)
-        run.position = saved.position or DataPosition.after(state.global_step, run.grid.steps_per_epoch)
-        state.position = run.position
-        if saved.global_batch_size not in (0, run.grid.global_batch_size):
-            warnings.warn(
-                f"{folder} was trained with a global batch of {saved.global_batch_size} samples on {saved.world_size} ranks; "
-                f"this run has {run.grid.global_batch_size} on {run.communicator.size}. Steps and samples no longer match: set "
-                f"per_device_train_batch_size x gradient_accumulation_steps x ranks to {saved.global_batch_size}.",
-                stacklevel=4,
-            )
+        position = saved.position or DataPosition.after(state.global_step, run.grid.steps_per_epoch)
+        run.position = state.position = self._placed(position, saved.global_batch_size, folder)
         run.model.check_consistency(run.optimizer)
+        return _went_on(folder, saved, run)
+
+    def _placed(self, position: DataPosition, batch: int, folder: Path) -> DataPosition:
+        """Where a run with a global batch of `batch` samples stood, in steps of this run: no sample twice, none left out."""
+        grid = self._run.grid
+        if batch in (0, grid.global_batch_size):
+            return position
+        step, rest = divmod(position.step * batch, grid.global_batch_size)
+        if rest:
+            raise CheckpointError(
+                f"{folder} stands at sample {position.step * batch} of an epoch, after {position.step} steps of {batch} "
+                f"samples; no step of {grid.global_batch_size} samples begins there. Leave global_batch_size out, which keeps "
+                f"{batch}, or give a number that divides {position.step * batch}."
+            )
+        warnings.warn(
+            f"{folder} was trained with a global batch of {batch} samples; this run goes on with {grid.global_batch_size}, as "
+            f"global_batch_size says. No sample is lost, but an epoch has other steps than the schedule was made for.",
+            stacklevel=5,
+        )
+        return DataPosition(epoch=position.epoch, step=step)
 
     def load_best(self) -> None:
         """Collective. Put the weights of the best checkpoint into the model, if there is one."""
@@ -105,3 +125,14 @@ class Saver:
             training_args=run.args.to_dict(),
             with_generators=whole,
         )
+
+
+def _went_on(folder: Path, saved: TrainerState, run: Run) -> str:
+    """One line for a person: where a run goes on, and how its global batch is made up."""
+    grid, ranks = run.grid, run.communicator.size
+    made_up = f"{ranks} rank(s) x {grid.micro_batches_per_step // ranks} micro-batch(es) x {grid.micro_batch_size} samples"
+    before = f"; {saved.world_size} rank(s) before" if saved.world_size != ranks else ""
+    return (
+        f"resumed from {folder} at step {saved.global_step}, epoch {saved.epoch:.2f}: "
+        f"global batch of {grid.global_batch_size} = {made_up}{before}"
+    )

@@ -10,6 +10,7 @@ from allstep.data.collate import to_device
 from allstep.data.grid import MicroBatch, sample_ids
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
+from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
 from allstep.trainer.gradients import backward, clip_gradients, drop_gradients
 from allstep.trainer.losses import weight_of
@@ -29,8 +30,9 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
     """
     place: MicroBatch | None = None  # where this rank is
     try:
-        weight, losses = 0.0, None
+        weight, losses = 0.0, TreeSum(torch.add)
         reduced = False
+        first = run.communicator.rank * (run.grid.micro_batches_per_step // run.communicator.size)
         for micro_batch in window:
             place = micro_batch
             feed = next(feeds)
@@ -39,13 +41,16 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
             own_weight = weight_of(feed.inputs, run.label_names)
             weight += own_weight
             if own_weight:  # without a label that counts, a mean loss would be 0/0
+                if run.sums_in_order:
+                    run.model.begin_micro_batch(micro_batch.number - first)
                 with nullcontext() if last else run.model.no_sync():
-                    losses = _forward_backward(run, feed, own_weight, weight if last else None, losses)
+                    _forward_backward(run, feed, own_weight, weight if last else None, losses)
                 reduced = last
             if not last:
                 run.callbacks.call("on_substep_end")
         if not reduced:
-            run.model.take_part(weight=weight, carried=torch.zeros((), device=run.device) if losses is None else losses)
+            total = losses.total()
+            run.model.take_part(weight=weight, carried=torch.zeros((), device=run.device) if total is None else total)
     except (CollectiveError, RankFailedError):
         raise
     except Exception as error:
@@ -54,8 +59,8 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
     return _step(run)
 
 
-def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, losses: torch.Tensor | None) -> torch.Tensor:
-    """Accumulate the gradients of weight x loss of one micro-batch, and give `losses` plus that.
+def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
+    """Accumulate the gradients of weight x loss of one micro-batch, and put that into `losses`.
 
     With `total`, all that was accumulated is reduced, and divided by the weights of all ranks.
     """
@@ -64,12 +69,12 @@ def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, lo
     inputs = to_device(feed.inputs, run.device)
     with autocast(run.args, run.device):
         loss = run.compute_loss(run.model, inputs)
-    weighted = loss.detach() * weight
-    losses = weighted if losses is None else losses + weighted
+    losses.put(micro_batch.number, loss.detach().float() * weight)
     if total is not None:
-        run.model.weigh(total, losses)
+        summed = losses.total()
+        assert summed is not None
+        run.model.weigh(total, summed)
     backward(loss, weight)
-    return losses
 
 
 def _step(run: Run) -> StepResult:

@@ -27,7 +27,7 @@ from allstep.errors import DataError
 from allstep.report.record import RunReport
 from allstep.report.sinks import make_sinks
 from allstep.trainer import evaluation, loop
-from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report
+from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report, sums_in_order
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from allstep.trainer.evaluation import EvalPrediction, EvaluationResult, PredictionOutput
 from allstep.trainer.losses import call_model, label_names_of, loss_of, weight_of
@@ -146,12 +146,16 @@ class Trainer:
     def _make_run(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
         args, size = self.args, self.communicator.size
-        grid = make_grid(args, self.train_dataset, self.communicator)
-        plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints = CheckpointManager(self._output_dir, self.communicator, args.save_total_limit)
+        folder = checkpoints.resolve(resume_from_checkpoint)
+        grid = make_grid(
+            args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)
+        )
+        plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints.prepare()
         model = self._ready_model()
-        wrapped = wrap(model, args)
+        in_order = sums_in_order(args, self.communicator, self.device)
+        wrapped = wrap(model, args, in_order=in_order)
         self.create_optimizer_and_scheduler(plan.max_steps)
         assert self.optimizer is not None
         self._set_state(
@@ -181,6 +185,7 @@ class Trainer:
             seed=args.seed if args.data_seed is None else args.data_seed,
             position=DataPosition(),
             callbacks=self.callback_handler,
+            sums_in_order=in_order,
             label_names=self.label_names,
             compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),
@@ -194,9 +199,8 @@ class Trainer:
             "train_dataloader": run.loader,
         }
         saver = Saver(run, checkpoints, self.processing_class)
-        folder = checkpoints.resolve(resume_from_checkpoint)
         if folder is not None:
-            saver.resume(folder)
+            self.sinks.message(saver.resume(folder))
         return run, saver
 
     def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":

@@ -81,7 +81,7 @@ def test_two_then_one_then_four_ranks_end_as_one_that_never_stopped(ranks, four_
             key: whole[key] for key in ("weights", "optimizer", "logs", "epoch", "batch")
         }
     read = Counter(index for run in (*first, second, *third) for index in run["indices"])
-    assert read == Counter({index: 2 for index in range(SAMPLES)})
+    assert read == Counter(dict.fromkeys(range(SAMPLES), 2))
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_numbers_on_every_rank(four_ranks, tmp_path):
@@ -93,7 +93,7 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_numbers_on_every_ra
 
 
 def test_accumulation_that_contradicts_the_global_batch_is_refused(tmp_path):
-    with pytest.raises(ArgumentsError, match="needs gradient_accumulation_steps=4 on 1 rank.* given as 3"):
+    with pytest.raises(ArgumentsError, match=r"needs gradient_accumulation_steps=4 on 1 rank.* given as 3"):
         train(0, 1, tmp_path, arguments={"global_batch_size": 8, "gradient_accumulation_steps": 3})
 
 

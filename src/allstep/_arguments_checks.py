@@ -214,6 +214,11 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "a whole number of checkpoints, at least 1, or None to keep all",
     ),
     (
+        ("ledger_digest_steps",),
+        lambda value: _is_whole(value) and value >= 0,
+        "a whole number of optimizer steps; write 0 for no digests",
+    ),
+    (
         ("dataloader_num_workers",),
         lambda value: _is_whole(value) and value >= 0,
         "a whole number of processes; write 0 to load in the rank itself",
@@ -236,6 +241,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             "prediction_loss_only",
             "save_only_model",
             "load_best_model_at_end",
+            "ledger",
             "dataloader_drop_last",
             "dataloader_pin_memory",
             "dataloader_persistent_workers",

@@ -160,6 +160,12 @@ class TrainingArguments:
     disable_tqdm: bool | None = None
     """True: no progress bar. None: a bar where standard error is a terminal, one line an event elsewhere."""
 
+    ledger: bool = False
+    """Write down what each step was made of, on every rank: samples, weights, losses, in `ledger/` of the output folder.
+    A file of some hundred bytes a micro-batch, by which runs are compared and replayed."""
+    ledger_digest_steps: int = 0
+    """Also write digests of every gradient, parameter and buffer, each so many steps; it reads all of them. 0: never."""
+
     # ---- evaluation
     eval_strategy: str = "no"
     """When to evaluate during training: no, steps or epoch."""

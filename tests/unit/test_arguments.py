@@ -71,7 +71,7 @@ def refused(**kwargs: Any) -> str:
 
 # ---- names
 
-OURS = {"global_batch_size", "deterministic_reduction"}
+OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps"}
 """Arguments that Hugging Face does not have."""
 
 

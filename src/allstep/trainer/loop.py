@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from allstep.data.grid import training_picks
 from allstep.data.loader import Feed
 from allstep.data.position import DataPosition
+from allstep.trainer.ledger import note_step
 from allstep.trainer.meter import StepResult
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
@@ -31,7 +32,7 @@ def train(run: Run, saver: Saver) -> None:
         if run.position.step:  # a callback ended the epoch before its end
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
             feeds = _feeds(run)
-    run.meter.settle(state)
+    run.settle()
     run.callbacks.call("on_train_end")
 
 
@@ -65,6 +66,7 @@ def _advance(run: Run, result: StepResult) -> None:
     state.global_step += 1
     state.epoch = position.epoch + (position.step + 1) / steps
     run.position = state.position = position.advanced(steps)
+    note_step(run, result, position.epoch)
     run.meter.add(result, run.grid.samples_before(position.step + 1) - run.grid.samples_before(position.step), state)
 
 
@@ -76,7 +78,7 @@ def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     if control.should_evaluate and saver.note(_evaluate(run)) and run.args.save_strategy == "best":
         control.should_save = True
     if control.should_save:
-        run.meter.settle(run.callbacks.state)
+        run.settle()
         with run.meter.paused():
             saver.save()
         run.callbacks.call("on_save")

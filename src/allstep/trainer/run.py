@@ -14,6 +14,7 @@ from allstep.data.grid import Grid
 from allstep.data.loader import MicroBatchLoader
 from allstep.data.position import DataPosition
 from allstep.ddp.module import DistributedDataParallel
+from allstep.report.ledger import Ledger
 from allstep.trainer.callbacks import CallbackHandler
 from allstep.trainer.meter import Meter
 
@@ -60,12 +61,20 @@ class Run:
     callbacks: CallbackHandler
     sums_in_order: bool
     """Whether gradients are summed in an order that does not depend on the number of ranks."""
+    ledger: Ledger | None = None
+    """What writes down every step; None for nobody."""
     label_names: list[str]
     compute_loss: Callable[[nn.Module, Any], torch.Tensor]
     """The mean loss of a micro-batch, given the wrapped model and inputs on the device."""
     meter: Meter
     log: Callable[[dict[str, float]], None]
     evaluate: Callable[[], dict[str, float]]
+
+    def settle(self) -> None:
+        """Bring state and ledger up to date with the last step; waits for the device."""
+        self.meter.settle(self.callbacks.state)
+        if self.ledger is not None:
+            self.ledger.settle()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

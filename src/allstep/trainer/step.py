@@ -13,6 +13,7 @@ from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
 from allstep.trainer.gradients import backward, clip_gradients, drop_gradients
+from allstep.trainer.ledger import note_gradients
 from allstep.trainer.losses import weight_of
 from allstep.trainer.meter import StepResult
 from allstep.trainer.precision import autocast
@@ -40,6 +41,8 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
             last = micro_batch is window[-1]
             own_weight = weight_of(feed.inputs, run.label_names)
             weight += own_weight
+            if not own_weight and run.ledger is not None:
+                run.ledger.note(micro_batch.number, feed.sample_ids, 0, None, feed.inputs)
             if own_weight:  # without a label that counts, a mean loss would be 0/0
                 if run.sums_in_order:
                     run.model.begin_micro_batch(micro_batch.number - first)
@@ -69,6 +72,8 @@ def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, lo
     inputs = to_device(feed.inputs, run.device)
     with autocast(run.args, run.device):
         loss = run.compute_loss(run.model, inputs)
+    if run.ledger is not None:
+        run.ledger.note(micro_batch.number, feed.sample_ids, weight, loss.detach(), feed.inputs)
     losses.put(micro_batch.number, loss.detach().float() * weight)
     if total is not None:
         summed = losses.total()
@@ -80,6 +85,7 @@ def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, lo
 def _step(run: Run) -> StepResult:
     totals = run.model.totals
     assert totals is not None
+    note_gradients(run)
     norm = clip_gradients(run.parameters, run.args.max_grad_norm) if run.args.max_grad_norm > 0 else None
     run.callbacks.call("on_pre_optimizer_step")
     learning_rate = float(run.optimizer.param_groups[0]["lr"])

@@ -30,6 +30,7 @@ from allstep.trainer import evaluation, loop
 from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report, sums_in_order
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from allstep.trainer.evaluation import EvalPrediction, EvaluationResult, PredictionOutput
+from allstep.trainer.ledger import open_ledger
 from allstep.trainer.losses import call_model, label_names_of, loss_of, weight_of
 from allstep.trainer.meter import Meter
 from allstep.trainer.models import bare, prepare_model, wrap
@@ -40,6 +41,7 @@ from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.schedulers import make_scheduler
 from allstep.trainer.state import TrainerControl, TrainerState
+from allstep.trainer.verification import StopAfter, Verification
 
 __all__ = ["TrainOutput", "Trainer"]
 
@@ -83,6 +85,9 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise TypeError("Trainer takes either model or model_init, and one of them has to be given.")
         self.args = TrainingArguments() if args is None else args
+        self._verification = Verification.asked_for()
+        if self._verification is not None:
+            self.args = self._verification.adapted(self.args)
         self.world = join(backend=self.args.ddp_backend, timeout=self.args.ddp_timeout_delta, use_cpu=self.args.use_cpu)
         self.communicator = communicator_for(None)
         self.device = torch.device(self.world.device)
@@ -124,6 +129,9 @@ class Trainer:
             RankFailedError: another rank failed.
         """
         began = time.perf_counter()
+        if self._verification is not None:
+            resume_from_checkpoint = self._verification.resume_from
+            self.add_callback(StopAfter(self._verification.steps))
         if self._model_init is not None:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)
@@ -137,11 +145,16 @@ class Trainer:
             loop.train(run, saver)
             if self.args.load_best_model_at_end:
                 saver.load_best()
-            return self._finish(run, first_step, time.perf_counter() - began)
+            output = self._finish(run, first_step, time.perf_counter() - began)
         finally:
             self._is_training = False
             run.model.release()
             self.sinks.close()
+            if run.ledger is not None:
+                run.ledger.close()
+        if self._verification is not None:
+            raise SystemExit(0)  # what the script does afterwards is not looked at
+        return output
 
     def _make_run(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
@@ -201,6 +214,7 @@ class Trainer:
         saver = Saver(run, checkpoints, self.processing_class)
         if folder is not None:
             self.sinks.message(saver.resume(folder))
+        run.ledger = open_ledger(run, self._output_dir, with_rows=self._verification is not None)
         return run, saver
 
     def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":

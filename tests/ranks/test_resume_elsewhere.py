@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
+from allstep.cli.verify.compare import first_difference
 from allstep.comm.agreement import digest
 from allstep.errors import ArgumentsError, CheckpointError
+from allstep.report.ledger import read_ledger, samples_by_epoch
 from allstep.testing.models import Noisy, RegressionNet
 
 BACKENDS = ("gloo", "shm")
@@ -47,6 +49,8 @@ def train(rank, size, folder, stop=None, resume=None, arguments=()):
         "logging_steps": 1,
         "save_steps": 1,
         "disable_tqdm": True,
+        "ledger": True,
+        "ledger_digest_steps": 2,
     }
     args = TrainingArguments(str(folder), **{**settings, **dict(arguments)})
     data = Read(SAMPLES)
@@ -82,6 +86,12 @@ def test_two_then_one_then_four_ranks_end_as_one_that_never_stopped(ranks, four_
         }
     read = Counter(index for run in (*first, second, *third) for index in run["indices"])
     assert read == Counter(dict.fromkeys(range(SAMPLES), 2))
+    ledger, reference = read_ledger(moved / "ledger"), read_ledger(tmp_path / "whole" / "ledger")
+    assert samples_by_epoch(ledger.values()) == {epoch: Counter(range(SAMPLES)) for epoch in (0, 1)}
+    assert [step.world_size for step in ledger.values()] == [2, 2, 1, 1, 1, 1, 1, 4, 4, 4, 4, 4]
+    assert first_difference(reference, ledger) is None
+    assert not any(step.ranks_differ for step in ledger.values())
+    assert sum(bool(step.parameters) for step in ledger.values()) == 6
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_numbers_on_every_rank(four_ranks, tmp_path):

@@ -22,7 +22,7 @@ from allstep.report.record import RunReport
 from allstep.trainer.losses import accepted_columns
 from allstep.trainer.run import Run
 
-__all__ = ["default_collator", "make_grid", "make_loader", "make_report", "sums_in_order"]
+__all__ = ["default_collator", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
 
 
 _OF_ONE_RANK = ("output_dir", "run_name", "report_to", "disable_tqdm", "dataloader_")
@@ -147,6 +147,23 @@ def sums_in_order(args: TrainingArguments, communicator: Communicator, device: t
     if args.deterministic_reduction == "auto":
         return device.type == "cpu" and communicator.adds_in_order
     return bool(args.deterministic_reduction)
+
+
+def order_line(grid: Grid, ranks: int, gradient_bytes: int) -> str | None:
+    """What a person should know of sums in order: the memory that they hold, or that they are not those of other world sizes."""
+    block = grid.micro_batches_per_step // ranks
+    sets = max(0, (block - 1).bit_length() - 1)
+    lines = []
+    if sets:
+        lines.append(
+            f"gradients are summed in order over {block} micro-batches a rank: {sets} more set(s) of gradients are held, "
+            f"{sets * gradient_bytes / 2**20:.1f} MiB; deterministic_reduction=False needs none"
+        )
+    if block & (block - 1):
+        lines.append(
+            f"each rank runs {block} micro-batches, which is no power of two: last bits differ from those of other world sizes"
+        )
+    return "\n".join(lines) or None
 
 
 def _samples(grid: Grid, global_step: int) -> int:

@@ -27,7 +27,7 @@ from allstep.errors import DataError
 from allstep.report.record import RunReport
 from allstep.report.sinks import make_sinks
 from allstep.trainer import evaluation, loop
-from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report, sums_in_order
+from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report, order_line, sums_in_order
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from allstep.trainer.evaluation import EvalPrediction, EvaluationResult, PredictionOutput
 from allstep.trainer.ledger import open_ledger
@@ -214,6 +214,8 @@ class Trainer:
         saver = Saver(run, checkpoints, self.processing_class)
         if folder is not None:
             self.sinks.message(saver.resume(folder))
+        if in_order and (line := order_line(grid, size, sum(p.numel() * p.element_size() for p in run.parameters))):
+            self.sinks.message(line)
         run.ledger = open_ledger(run, self._output_dir, with_rows=self._verification is not None)
         return run, saver
 

@@ -10,7 +10,7 @@ import click
 
 from allstep.cli.verify.causes import Evidence, likely_cause
 from allstep.cli.verify.compare import Difference, first_difference, steps_in_both
-from allstep.cli.verify.runs import Script, run_script
+from allstep.cli.verify.runs import NotVerified, Script, run_script
 from allstep.cli.verify.words import described, replayed, verdict
 from allstep.launch.spec import cores_available
 from allstep.report.ledger import LEDGER_FOLDER, LedgerStep, read_ledger
@@ -132,9 +132,7 @@ def _verify(script: Script, sizes: Sequence[int], steps: int, tolerance: float, 
 
 def _difference(first: Steps, other: Steps, tolerance: float, whose: str) -> Difference | None:
     if first.keys() != other.keys():
-        raise click.ClickException(
-            f"The runs have other steps: the first 1 to {max(first)}, that on {whose} 1 to {max(other)}."
-        )
+        raise NotVerified(f"The runs have other steps: the first 1 to {max(first)}, that on {whose} 1 to {max(other)}.")
     return first_difference(first, other, tolerance)
 
 
@@ -148,7 +146,7 @@ def _compare(here: Path, there: Path, tolerance: float) -> int:
     ours, theirs = (_ledger_of(folder) for folder in (here, there))
     both = steps_in_both(ours, theirs)
     if not both:
-        raise click.ClickException(f"{here} and {there} have no step in common.")
+        raise NotVerified(f"{here} and {there} have no step in common.")
     difference = first_difference(ours, theirs, tolerance)
     if difference is None:
         click.echo(f"identical: steps {both[0]} to {both[-1]} ({len(both)}), as far as both ledgers tell")
@@ -160,7 +158,7 @@ def _compare(here: Path, there: Path, tolerance: float) -> int:
 def _replay(script: Script, recorded: Path, step: int, tolerance: float, folder: Path) -> int:
     ledger = _ledger_of(recorded)
     if step not in ledger:
-        raise click.ClickException(f"{recorded} has no step {step}; its ledger holds {min(ledger)} to {max(ledger)}.")
+        raise NotVerified(f"{recorded} has no step {step}; its ledger holds {min(ledger)} to {max(ledger)}.")
     start = _checkpoint_before(recorded, step)
     where = "the start" if start is None else str(start)
     click.echo(f"allstep verify: step {step} of {recorded} in one process, from {where}")
@@ -177,7 +175,7 @@ def _replay(script: Script, recorded: Path, step: int, tolerance: float, folder:
         click.echo(replayed(ledger[step], steps[step]))
         return 0
     if difference is None:
-        raise click.ClickException(f"The replay ended before step {step}, after {max(steps)}.")
+        raise NotVerified(f"The replay ended before step {step}, after {max(steps)}.")
     _tell(difference, before, steps, None, "the run", "the replay")
     return 1
 
@@ -195,7 +193,7 @@ def _ledger_of(folder: Path) -> Steps:
     try:
         steps = read_ledger(folder / LEDGER_FOLDER)
     except FileNotFoundError as error:
-        raise click.ClickException(str(error)) from None
+        raise NotVerified(str(error)) from None
     if not steps:
-        raise click.ClickException(f"The ledger in {folder} holds no step that all ranks have written.")
+        raise NotVerified(f"The ledger in {folder} holds no step that all ranks have written.")
     return steps

@@ -13,9 +13,15 @@ import click
 from allstep.report.ledger import LEDGER_FOLDER, LedgerStep, read_ledger
 from allstep.trainer.verification import VARIABLE, Verification
 
-__all__ = ["Script", "run_script"]
+__all__ = ["NotVerified", "Script", "run_script"]
 
 _LAST_LINES = 30
+
+
+class NotVerified(click.ClickException):
+    """Whether runs are the same could not be found out."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,7 @@ def run_script(script: Script, ranks: int, verification: Verification, threads: 
         threads: CPU threads of each rank, equal in all runs that are compared.
 
     Raises:
-        click.ClickException: the script failed, or trained nothing with allstep's Trainer; with the end of its output.
+        NotVerified: the script failed, or trained nothing with allstep's Trainer; with the end of its output.
     """
     folder = Path(verification.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,11 +59,11 @@ def run_script(script: Script, ranks: int, verification: Verification, threads: 
             check=False,
         )
     if done.returncode:
-        raise click.ClickException(f"The script failed on {ranks} rank(s), exit status {done.returncode}:\n{_end(log)}")
+        raise NotVerified(f"The script failed on {ranks} rank(s), exit status {done.returncode}:\n{_end(log)}")
     try:
         steps = read_ledger(folder / LEDGER_FOLDER)
     except FileNotFoundError:
-        raise click.ClickException(
+        raise NotVerified(
             f"{script.name} ended on {ranks} rank(s) without a step of allstep's Trainer. Is train() called, and on every "
             f"rank? The end of its output:\n{_end(log)}"
         ) from None

@@ -14,7 +14,8 @@ from allstep.trainer.assembly import order_line
         (8, 2, ["over 4 micro-batches a rank: 1 more set(s) of gradients are held, 3.0 MiB"]),
         (8, 1, ["over 8 micro-batches a rank: 2 more set(s) of gradients are held, 6.0 MiB"]),
         (32, 2, ["3 more set(s)"]),
-        (3, 1, ["1 more set(s)", "each rank runs 3 micro-batches, which is no power of two"]),
+        (3, 1, ["1 more set(s)"]),
+        (6, 2, ["1 more set(s)", "each rank runs 3 micro-batches, which is no power of two"]),
     ],
 )
 def test_the_line_says_sets_and_bytes(micro_batches, ranks, said):

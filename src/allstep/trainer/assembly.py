@@ -150,7 +150,7 @@ def sums_in_order(args: TrainingArguments, communicator: Communicator, device: t
 
 
 def order_line(grid: Grid, ranks: int, gradient_bytes: int) -> str | None:
-    """What a person should know of sums in order: the memory that they hold, or that they are not those of other world sizes."""
+    """What a person should know of sums in order: the memory that they hold, and where other world sizes have other sums."""
     block = grid.micro_batches_per_step // ranks
     sets = max(0, (block - 1).bit_length() - 1)
     lines = []
@@ -159,7 +159,7 @@ def order_line(grid: Grid, ranks: int, gradient_bytes: int) -> str | None:
             f"gradients are summed in order over {block} micro-batches a rank: {sets} more set(s) of gradients are held, "
             f"{sets * gradient_bytes / 2**20:.1f} MiB; deterministic_reduction=False needs none"
         )
-    if block & (block - 1):
+    if ranks > 1 and block & (block - 1):
         lines.append(
             f"each rank runs {block} micro-batches, which is no power of two: last bits differ from those of other world sizes"
         )

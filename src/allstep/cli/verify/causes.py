@@ -104,7 +104,7 @@ def _order_of_sums(evidence: Evidence) -> str:
                 f"The order of sums: on {step.world_size} rank(s) gradients are added in whatever order the backend has. Set "
                 f"deterministic_reduction=True."
             )
-        if step.block & (step.block - 1):
+        if step.world_size > 1 and step.block & (step.block - 1):
             return (
                 f"The order of sums: {step.world_size} rank(s) run blocks of {step.block} micro-batches, no power of two, so "
                 f"that they are no subtrees of the tree over all. Choose sizes so that each rank runs 1, 2, 4, … micro-batches."

@@ -79,6 +79,7 @@ def test_two_then_one_then_four_ranks_end_as_one_that_never_stopped(ranks, four_
     second = train(0, 1, moved, 7, True)
     said = capfd.readouterr().out
     assert "checkpoint-2 at step 2, epoch 0.33: global batch of 8 = 1 rank(s) x 4 micro-batch(es) x 2 samples; 2 ra" in said
+    assert "(gradient_accumulation_steps=1 would make 2: for that, write global_batch_size=2)" in said
     third = four_ranks.run(train, moved, None, True)
     for run in third:
         assert {key: run[key] for key in ("weights", "optimizer", "logs", "epoch", "batch")} == {

@@ -132,6 +132,10 @@ def _went_on(folder: Path, saved: TrainerState, run: Run) -> str:
     grid, ranks = run.grid, run.communicator.size
     made_up = f"{ranks} rank(s) x {grid.micro_batches_per_step // ranks} micro-batch(es) x {grid.micro_batch_size} samples"
     before = f"; {saved.world_size} rank(s) before" if saved.world_size != ranks else ""
+    asked = ranks * run.args.gradient_accumulation_steps * grid.micro_batch_size
+    if run.args.global_batch_size is None and asked != grid.global_batch_size:
+        before += f" (gradient_accumulation_steps={run.args.gradient_accumulation_steps} would make {asked}: for that, write "
+        before += f"global_batch_size={asked})"
     return (
         f"resumed from {folder} at step {saved.global_step}, epoch {saved.epoch:.2f}: "
         f"global batch of {grid.global_batch_size} = {made_up}{before}"

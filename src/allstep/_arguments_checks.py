@@ -239,6 +239,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             "logging_first_step",
             "eval_on_start",
             "prediction_loss_only",
+            "batch_eval_metrics",
             "save_only_model",
             "load_best_model_at_end",
             "ledger",

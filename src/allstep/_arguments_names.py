@@ -43,7 +43,6 @@ ELSEWHERE: Mapping[str, str] = {
     # Hugging Face's fields without a counterpart
     "adafactor": _LATER,
     "auto_find_batch_size": _LATER,
-    "batch_eval_metrics": _LATER,
     "bf16_full_eval": _LATER,
     "dataloader_in_order": "batches always come in order; leave it out",
     "dataloader_multiprocessing_context": _LATER,

@@ -179,6 +179,9 @@ class TrainingArguments:
     """Keep only the loss in evaluation and prediction: no outputs are gathered, `compute_metrics` is not called."""
     include_for_metrics: list[str] = field(default_factory=list)
     """What `compute_metrics` gets besides predictions and labels: "inputs", "loss"."""
+    batch_eval_metrics: bool = False
+    """Call `compute_metrics(prediction, compute_result)` with each batch, in dataset order, on every rank, and take what it
+    returns for the last one, where `compute_result` is True: nothing is kept but what it keeps itself."""
     label_names: list[str] | None = None
     """Keys of a batch that are labels. None: found from the arguments of the model's forward."""
 

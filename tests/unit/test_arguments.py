@@ -107,6 +107,7 @@ def test_defaults_are_those_of_hugging_face() -> None:
     expected |= dict.fromkeys(("dataloader_pin_memory", "remove_unused_columns"), True)
     expected |= dict.fromkeys(("do_train", "do_eval", "do_predict", "bf16", "full_determinism", "use_cpu"), False)
     expected |= dict.fromkeys(("logging_first_step", "eval_on_start", "prediction_loss_only", "save_only_model"), False)
+    expected["batch_eval_metrics"] = False
     expected |= dict.fromkeys(("load_best_model_at_end", "dataloader_drop_last", "dataloader_persistent_workers"), False)
     found = TrainingArguments().to_dict()
     assert {name: value for name, value in found.items() if value is not None and name not in OURS} == expected

@@ -11,7 +11,9 @@ from torch import nn
 from allstep.comm.communicator import SoloCommunicator
 from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
-from allstep.trainer.evaluation import PADDING, EvalPrediction, Prediction, evaluate
+from allstep.trainer.evaluation import EvalPrediction, Prediction, evaluate
+from allstep.trainer.gathering import PADDING
+from allstep.trainer.losses import weight_of
 
 EVERYTHING = frozenset({"predictions", "label_ids", "inputs", "loss"})
 
@@ -30,10 +32,10 @@ def gather(batches, *, losses=None, labels=None, inputs=None, keep=EVERYTHING, m
     said = iter([Prediction(*parts) for parts in zip(losses, batches, labels, strict=True)])
     return evaluate(
         [feed(number, *pair) for number, pair in enumerate(zip(inputs, sizes, strict=True))],
-        lambda given: next(said),
+        lambda given, weight: next(said),
         model or nn.Identity(),
         SoloCommunicator(),
-        label_names=["labels"],
+        weigh=lambda given: weight_of(given, ["labels"]),
         device=torch.device("cpu"),
         seed=1,
         keep=keep,
@@ -136,7 +138,7 @@ def test_every_forward_is_in_eval_mode_without_gradients_in_its_context_and_told
         yield
         events.append("out")
 
-    def predict(inputs):
+    def predict(inputs, weight):
         events.append((model.training, torch.is_grad_enabled()))
         return Prediction(None, torch.zeros(1, 1), None)
 
@@ -146,19 +148,19 @@ def test_every_forward_is_in_eval_mode_without_gradients_in_its_context_and_told
         predict,
         model,
         SoloCommunicator(),
-        label_names=[],
+        weigh=lambda given: 1,
         device=torch.device("cpu"),
         seed=1,
         keep=EVERYTHING,
         forward_context=context,
-        on_batch=lambda: events.append("batch"),
+        on_batch=lambda said: events.append("batch"),
     )
     assert events == ["in", (False, False), "out", "batch"] * 2
     assert model.training
 
 
 def test_generators_and_mode_are_given_back_also_after_an_error():
-    def fail():
+    def fail(said):
         torch.rand(3)
         random.random()
         raise LookupError

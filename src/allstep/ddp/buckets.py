@@ -195,7 +195,9 @@ class Buckets:
         if window.weight is not None:
             divided = self._communicator.size if self.hook else 1.0  # a hook has divided by ranks already
             for gradients in self._undivided:
-                gradients.mul_(torch.where(weight > 0, divided / weight, 0.0))
+                # float32 has no exact 1/3: double gradients would lose half of their digits (test_windows_equal_one_process.py)
+                exact = weight.double() if gradients.dtype in (torch.float64, torch.complex128) else weight
+                gradients.mul_(torch.where(weight > 0, divided / exact, 0.0))
             scale = torch.where(weight > 0, 1.0 / weight, 0.0)
         if self.gradients.sparse:
             used = self.riders.used.tolist()

@@ -2,31 +2,33 @@
 
 The dataset is cut into batches, rank r of N takes the r-th contiguous block of them, and what the ranks computed is put
 together in rank order. The loss is the mean over samples or label tokens, with the same weights as in training, summed batch by
-batch in float64: it does not depend on the number of ranks.
+batch without rounding: it has the same bits on any number of ranks. What is not asked for is not kept, so that memory does not
+grow with the dataset.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import Communicator
 from allstep.data.collate import to_device
+from allstep.data.grid import Pick, evaluation_picks
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.ddp.sync import send_buffers
-from allstep.trainer.losses import weight_of
+from allstep.trainer.exact_sum import ExactSum
+from allstep.trainer.gathering import gathered, outlined, to_numpy
 
-__all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "evaluate"]
+__all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "Rounds", "evaluate", "round_picks"]
 
-PADDING = -100
-"""Fills rows that are shorter than the longest, as a label that counts nowhere."""
+UNREAD = 64
+"""Losses that are left on the device before they are read, so that it is seldom waited for."""
 
 
 @dataclass
@@ -74,83 +76,143 @@ class EvaluationResult:
     losses: Any = None
 
 
-@dataclass
-class _Rows:
-    """What one rank computed."""
+class Rounds(NamedTuple):
+    """Every rank computes a batch, then all ranks see the batches of all, and nothing is kept.
 
-    losses: list[tuple[float, int]] = field(default_factory=list)  # (mean loss, weight) of each batch
-    samples: int = 0
-    arrays: dict[str, list[Any]] = field(default_factory=dict)  # name -> numpy arrays of each batch
+    The picks of each rank are then those of `round_picks`, by which batches come in dataset order.
+    """
+
+    batches: int
+    """Of all ranks together."""
+    parts: frozenset[str]
+    """What they see of it: "predictions", "label_ids", "inputs", "loss"."""
+    see: Callable[[EvalPrediction, bool], None]
+    """Called on every rank with every batch, and with whether it is the last."""
+
+
+def round_picks(samples: int, batch_size: int, rank: int, size: int) -> Iterable[Pick]:
+    """What `rank` of `size` evaluates where ranks go in rounds: every `size`-th batch."""
+    return islice(evaluation_picks(samples, batch_size, 0, 1), rank, None, size)
 
 
 def evaluate(
     feeds: Iterable[Feed],
-    predict: Callable[[Any], Prediction],
+    predict: Callable[[Any, float], Prediction],
     model: nn.Module,
     communicator: Communicator,
     *,
-    label_names: Sequence[str],
+    weigh: Callable[[Any], float],
     device: torch.device,
     seed: int,
     keep: frozenset[str],
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-    on_batch: Callable[[], None] = lambda: None,
+    on_batch: Callable[[Prediction], None] = lambda said: None,
+    rounds: Rounds | None = None,
 ) -> EvaluationResult:
     """Collective. Run `predict` on this rank's batches, with the model in eval mode, and put all ranks' results together.
 
     All ranks use rank 0's buffers, which are also those that a checkpoint has.
 
     Args:
-        keep: what to gather beside the loss: "predictions", "label_ids", "inputs", "loss".
+        predict: given inputs on the device and their weight.
+        weigh: what the mean loss of inputs is taken over.
+        keep: what to gather beside the loss: "predictions", "label_ids", "inputs", "loss"; nothing where ranks go in rounds.
         forward_context: entered around every `predict`.
         on_batch: called after each batch of this rank.
+        rounds: where every rank is to see every batch.
 
     Raises:
         RankFailedError: another rank could not evaluate its part.
     """
+    rows = _Rows(keep)
+
+    def run(feed: Feed) -> dict[str, Any]:
+        seed_generators(mixed(seed, feed.micro_batch.number))
+        inputs, weight = to_device(feed.inputs, device), weigh(feed.inputs)
+        with forward_context():
+            said = predict(inputs, weight)
+        rows.add(said, weight, len(feed.sample_ids))
+        on_batch(said)
+        return _parts(said, inputs, len(feed.sample_ids))
+
     send_buffers(communicator, model)  # or each rank would evaluate with batch statistics of its own
     was_training = model.training
     model.eval()
     try:
-        with failing_together(communicator, "evaluating"), preserved_generators(), torch.no_grad():
-            rows = _Rows()
-            for feed in feeds:
-                seed_generators(mixed(seed, feed.micro_batch.number))
-                inputs = to_device(feed.inputs, device)
-                with forward_context():
-                    said = predict(inputs)
-                _add(rows, said, inputs, weight_of(feed.inputs, label_names), len(feed.sample_ids), keep)
-                on_batch()
+        with preserved_generators(), torch.no_grad():
+            if rounds is None:
+                with failing_together(communicator, "evaluating"):
+                    for feed in feeds:
+                        rows.keep_parts(run(feed))
+            else:
+                _go_in_rounds(iter(feeds), run, rounds, communicator, device)
     finally:
         model.train(was_training)
-    return _merged(communicator.all_gather_object(rows))
+    return _merged(rows, communicator, device)
 
 
-def _add(rows: _Rows, said: Prediction, inputs: Any, weight: int, samples: int, keep: frozenset[str]) -> None:
-    rows.samples += samples
-    if said.loss is not None and weight:
-        rows.losses.append((float(said.loss), weight))
-    parts = {
+class _Rows:
+    """What one rank computed."""
+
+    def __init__(self, keep: frozenset[str]) -> None:
+        self.loss_sum, self.weight_sum, self.samples = ExactSum(), ExactSum(), 0
+        self.kept: dict[str, list[Any]] = {name: [] for name in sorted(keep)}  # name -> arrays of each batch
+        self._unread: list[tuple[torch.Tensor, float]] = []
+
+    def add(self, said: Prediction, weight: float, samples: int) -> None:
+        """Count a batch in."""
+        self.samples += samples
+        if said.loss is not None and weight:
+            self._unread.append((said.loss.detach().reshape(()), weight))
+            if len(self._unread) >= UNREAD:
+                self.settle()
+
+    def settle(self) -> None:
+        """Read losses from the device."""
+        if not self._unread:
+            return
+        for loss, (_, weight) in zip(torch.stack([loss for loss, _ in self._unread]).tolist(), self._unread, strict=True):
+            self.loss_sum.add(loss * weight)
+            self.weight_sum.add(float(weight))
+        self._unread.clear()
+
+    def keep_parts(self, parts: Mapping[str, Any]) -> None:
+        """Keep of a batch what was asked for."""
+        for name, batches in self.kept.items():
+            if parts[name] is not None:
+                batches.append(to_numpy(parts[name]))
+
+
+def _parts(said: Prediction, inputs: Any, samples: int) -> dict[str, Any]:
+    """What can be kept of a batch, by its name."""
+    return {
         "predictions": said.predictions,
         "label_ids": said.labels,
         "inputs": inputs,
         "loss": None if said.loss is None else said.loss.reshape(1).expand(samples),
     }
-    for name in keep:
-        if parts[name] is not None:
-            rows.arrays.setdefault(name, []).append(_to_numpy(parts[name]))
 
 
-def _merged(ranks: list[_Rows]) -> EvaluationResult:
-    losses = [pair for rows in ranks for pair in rows.losses]
-    weight = sum(weight for _, weight in losses)
+def _merged(rows: _Rows, communicator: Communicator, device: torch.device) -> EvaluationResult:
+    with failing_together(communicator, "putting together what was evaluated"):
+        rows.settle()
+        outlines = {name: outlined(batches) for name, batches in rows.kept.items()}
+    ranks = communicator.all_gather_object((rows.loss_sum.parts, rows.weight_sum.parts, rows.samples, outlines))
+    loss_sum, weight_sum, samples = ExactSum(), ExactSum(), 0
+    for losses, weights, count, _ in ranks:
+        samples += count
+        for value in losses:
+            loss_sum.add(value)
+        for value in weights:
+            weight_sum.add(value)
     merged = {
-        name: _concatenated([array for rows in ranks for array in rows.arrays.get(name, ())])
-        for name in sorted({name for rows in ranks for name in rows.arrays})
+        name: gathered(rows.kept.pop(name), [each[name] for *_, each in ranks], communicator, device)
+        for name in list(rows.kept)
     }
+    weight = weight_sum.total()
     return EvaluationResult(
-        loss=math.fsum(loss * weight for loss, weight in losses) / weight if weight else None,
-        samples=sum(rows.samples for rows in ranks),
+        loss=loss_sum.total() / weight if weight else None,
+        samples=samples,
         predictions=merged.get("predictions"),
         label_ids=merged.get("label_ids"),
         inputs=merged.get("inputs"),
@@ -158,35 +220,32 @@ def _merged(ranks: list[_Rows]) -> EvaluationResult:
     )
 
 
-def _to_numpy(value: Any) -> Any:
-    """Tensors as numpy arrays, in whatever holds them; bfloat16, which numpy lacks, as float32."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-    if isinstance(value, Mapping):
-        return {key: _to_numpy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return tuple(_to_numpy(item) for item in value)
-    return value
-
-
-def _concatenated(batches: list[Any]) -> Any:
-    """Rows of all batches; arrays of unequal width are filled with `PADDING`, or 0 where the dtype has none."""
-    first = batches[0]
-    if isinstance(first, Mapping):
-        return {key: _concatenated([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_concatenated([batch[index] for batch in batches]) for index in range(len(first)))
-    if not isinstance(first, np.ndarray):
-        return batches
-    if first.ndim < 2 or len({batch.shape[1:] for batch in batches}) == 1:
-        return np.concatenate([np.atleast_1d(batch) for batch in batches])
-    widest = [max(batch.shape[axis] for batch in batches) for axis in range(1, first.ndim)]
-    filler = 0 if first.dtype.kind in "bu" else PADDING  # booleans and unsigned numbers have no -100
-    rows = np.full((sum(len(batch) for batch in batches), *widest), filler, dtype=first.dtype)
-    at = 0
-    for batch in batches:
-        place = (slice(at, at + len(batch)), *map(slice, batch.shape[1:]))
-        rows[place] = batch
-        at += len(batch)
-    return rows
+def _go_in_rounds(
+    feeds: Iterator[Feed],
+    run: Callable[[Feed], dict[str, Any]],
+    rounds: Rounds,
+    communicator: Communicator,
+    device: torch.device,
+) -> None:
+    """A batch on every rank, then all of them to all."""
+    size, names = communicator.size, ("predictions", "label_ids", "inputs", "loss")
+    for first in range(0, rounds.batches, size):
+        with failing_together(communicator, "evaluating"):
+            feed = next(feeds, None)
+            own = [] if feed is None else [{name: part for name, part in run(feed).items() if name in rounds.parts}]
+            own = [to_numpy({name: part for name, part in parts.items() if part is not None}) for parts in own]
+            outline = outlined(own)
+        outlines = communicator.all_gather_object(outline)
+        seen = [
+            gathered(
+                own if rank == communicator.rank else [],
+                [each if at == rank else None for at, each in enumerate(outlines)],
+                communicator,
+                device,
+            )
+            for rank in range(min(size, rounds.batches - first))
+        ]
+        with failing_together(communicator, "computing metrics"):
+            for number, batch in enumerate(seen, first):
+                prediction = EvalPrediction(*(batch.get(name) for name in names))
+                rounds.see(prediction, number == rounds.batches - 1)

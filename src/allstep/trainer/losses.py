@@ -6,27 +6,46 @@ that count; gradients of weight x loss are summed, and divided by the sum of the
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from allstep.data.collate import size_of
+from allstep.trainer.models import bare
 
-__all__ = ["accepted_columns", "call_model", "label_names_of", "loss_of", "weight_of"]
+__all__ = [
+    "LossFacts",
+    "accepted_columns",
+    "call_model",
+    "inner_model",
+    "label_names_of",
+    "loss_of",
+    "shifts_labels",
+    "takes_count",
+    "weight_of",
+]
 
 IGNORED = -100
 """The label that a loss leaves out: `ignore_index` of torch's losses."""
 FEW = 256
 """Labels that are counted as numbers, not as a tensor."""
+_SPANS = ("start_positions", "end_positions")
+"""What models that answer questions call their labels."""
+_CAUSAL_LOSS = "ForCausalLMLoss"
+"""Name of the function by which transformers' models compare each token with what was said at the one before."""
+_SHIFTED = frozenset({"shift_labels", "shift_logits", "shifted_logits"})
+"""What a forward that does so itself calls what it compares."""
 
 
-def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """`model(**inputs)` for a mapping, `model(*inputs)` for a tuple or list, `model(inputs)` for anything else."""
+def call_model(model: Callable[..., Any], inputs: Any, **more: Any) -> Any:
+    """`model(**inputs)` for a mapping, `model(*inputs)` for a tuple or list, `model(inputs)` else; `more` are keywords."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return model(**inputs, **more)
+    return model(*inputs, **more) if isinstance(inputs, (tuple, list)) else model(inputs, **more)
 
 
 def loss_of(outputs: Any, model: nn.Module) -> torch.Tensor:
@@ -55,13 +74,67 @@ def loss_of(outputs: Any, model: nn.Module) -> torch.Tensor:
     return loss.reshape(())
 
 
-def weight_of(inputs: Any, label_names: Sequence[str]) -> int:
-    """What the mean loss of a micro-batch was taken over: labels that count, token by token, else samples."""
+@dataclass(frozen=True, kw_only=True)
+class LossFacts:
+    """What is to be known of a model's loss; read once, for it takes longer than a small forward."""
+
+    label_names: Sequence[str]
+    """Names of inputs that are labels."""
+    shifted: bool = False
+    """Whether the first label of every row counts nowhere (see `shifts_labels`)."""
+    counted: bool = False
+    """Whether forward has a parameter `num_items_in_batch`."""
+    own_weight: Callable[[Any], Any] | None = None
+    """The user's function, which replaces the count of labels: inputs -> one number, not negative."""
+
+    @classmethod
+    def of(cls, model: nn.Module, label_names: Sequence[str] | None, own_weight: Callable[[Any], Any] | None) -> "LossFacts":
+        """The facts about `model`; `label_names` None: as its forward calls them."""
+        return cls(
+            label_names=label_names_of(model, label_names),
+            shifted=shifts_labels(model),
+            counted="num_items_in_batch" in inspect.signature(inner_model(model).forward).parameters,
+            own_weight=own_weight,
+        )
+
+    def weight(self, inputs: Any) -> int | float:
+        """What the mean loss of `inputs` is taken over; 0 where nothing in them counts.
+
+        Raises:
+            ValueError: the user's function gave something else than one finite number that is not negative.
+        """
+        if self.own_weight is not None:
+            return _own_weight(self.own_weight, inputs)
+        return weight_of(inputs, self.label_names, self.shifted)
+
+
+def _own_weight(function: Callable[[Any], Any], inputs: Any) -> int | float:
+    given = function(inputs)
+    number = given.item() if hasattr(given, "item") and getattr(given, "ndim", None) == 0 else given
+    if isinstance(number, (int, float)) and math.isfinite(number) and number >= 0:
+        return number + 0  # True is 1
+    found = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) and given.ndim else repr(given)
+    raise ValueError(
+        f"loss_weight_func returned {found} for a micro-batch; expected one finite number that is not negative: how many "
+        f"tokens or samples the mean loss of these inputs is taken over, 0 to leave them out."
+    )
+
+
+def weight_of(inputs: Any, label_names: Sequence[str], shifted: bool = False) -> int:
+    """What the mean loss of a micro-batch was taken over: labels that count, token by token, else samples.
+
+    With `shifted`, tokens are counted from the second of each row on, or in "shift_labels" where the inputs have them.
+    """
     if isinstance(inputs, Mapping):
-        named = [inputs.get(name) for name in label_names]
+        if shifted and isinstance(inputs.get("shift_labels"), torch.Tensor):
+            return _counted(inputs["shift_labels"])
+        named = [inputs.get(name) for name in label_names if name not in _SPANS]  # a span counts, wherever it begins
         labels = [each for each in named if isinstance(each, torch.Tensor) and each.dim() and not each.is_floating_point()]
-        if labels:  # those of tokens before those of samples
-            return _counted(next((each for each in labels if each.dim() > 1), labels[0]))
+        tokens = next((each for each in labels if each.dim() > 1), None)  # those of tokens before those of samples
+        if tokens is not None:
+            return _counted(tokens[..., 1:] if shifted else tokens)
+        if labels:
+            return _counted(labels[0])
     size = size_of(inputs)
     return 1 if size is None else size
 
@@ -73,16 +146,57 @@ def _counted(labels: torch.Tensor) -> int:
     return int((labels != IGNORED).sum())
 
 
+def inner_model(model: Any) -> Any:
+    """The model whose forward says what it takes: inside torch.compile, data-parallel wrappers and PEFT's adapters."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif bare(model) is not model:
+            model = bare(model)
+        else:
+            return model
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether `model` compares the labels of a row, from the second on, with what it said one place before.
+
+    Decoders of Hugging Face do so inside their forward, and then the first label of a row counts in no mean; encoder-decoders
+    do not. It is read from the names in forward's code, for not all that are called "ForCausalLM" shift (BartForCausalLM),
+    and some do that are not (GPT2LMHeadModel). Of other models, those shift whose forward has variables named as most people
+    name them, `shift_labels` or `shift_logits`.
+    """
+    inner = inner_model(model)
+    code = getattr(inspect.unwrap(getattr(inner.forward, "__func__", inner.forward)), "__code__", None)
+    if code is None or getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        return False
+    own_variables = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+    if _SHIFTED.intersection(own_variables):
+        return True
+    return "loss_function" in code.co_names and getattr(inner.loss_function, "__name__", "") == _CAUSAL_LOSS
+
+
+def takes_count(function: Callable[..., Any]) -> bool:
+    """Whether `function` can be given `num_items_in_batch`."""
+    parameters = inspect.signature(function).parameters
+    return "num_items_in_batch" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def label_names_of(model: nn.Module, named: Sequence[str] | None) -> list[str]:
-    """Names of inputs that are labels: those given, else those of forward's parameters that speak of labels, else "labels"."""
+    """Names of inputs that are labels: those given, else those of forward's parameters that speak of labels, else "labels".
+
+    The places where an answer begins and ends are labels too.
+    """
     if named is not None:
         return list(named)
-    return [name for name in inspect.signature(model.forward).parameters if "label" in name] or ["labels"]
+    parameters = inspect.signature(inner_model(model).forward).parameters
+    return [name for name in parameters if "label" in name or name in _SPANS] or ["labels"]
 
 
 def accepted_columns(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
     """Names that the model's forward takes, and labels; None where it takes any (`**kwargs`)."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = inspect.signature(inner_model(model).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset({parameter.name for parameter in parameters} | {"label", "label_ids", "labels"} | set(label_names))

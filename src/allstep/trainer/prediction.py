@@ -19,7 +19,7 @@ class Predictor:
 
     model: nn.Module
     compute_loss: Callable[..., Any]
-    """`Trainer.compute_loss`, or what calls it."""
+    """`compute_loss(model, inputs, weight, return_outputs=True)` gives the mean loss and what the model returned."""
     label_names: Sequence[str]
     only_loss: bool
     """Keep nothing but the loss."""
@@ -28,13 +28,17 @@ class Predictor:
     preprocess: Callable[[Any, Any], Any] | None = None
     """`preprocess_logits_for_metrics`."""
 
-    def __call__(self, inputs: Any) -> Prediction:
-        """What the model says about `inputs`, which are on its device."""
+    def __call__(self, inputs: Any, weight: float) -> Prediction:
+        """What the model says about `inputs`, which are on its device, and whose mean loss is taken over `weight`.
+
+        Without labels the loss is what the model calls so in a dict or object; models that compare inputs with themselves do.
+        """
         labels = self._labels(inputs)
         if labels is None and isinstance(inputs, Mapping):
-            loss, outputs = None, call_model(self.model, inputs)
+            outputs = call_model(self.model, inputs)
+            loss = _named_loss(outputs)
         else:
-            loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
+            loss, outputs = self.compute_loss(self.model, inputs, weight, return_outputs=True)
         if self.only_loss:
             return Prediction(loss, None, None)
         logits = _logits(outputs, loss is not None, self.ignored)
@@ -58,6 +62,11 @@ def summary(
     metrics[f"{prefix}_samples_per_second"] = round(result.samples / seconds, 3)
     metrics[f"{prefix}_steps_per_second"] = round(batches / seconds, 3)
     return {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+
+
+def _named_loss(outputs: Any) -> torch.Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def _logits(outputs: Any, has_loss: bool, ignored: Collection[str]) -> Any:

@@ -63,9 +63,10 @@ class Run:
     """Whether gradients are summed in an order that does not depend on the number of ranks."""
     ledger: Ledger | None = None
     """What writes down every step; None for nobody."""
-    label_names: list[str]
-    compute_loss: Callable[[nn.Module, Any], torch.Tensor]
-    """The mean loss of a micro-batch, given the wrapped model and inputs on the device."""
+    weigh: Callable[[Any], float]
+    """What the mean loss of inputs is taken over: their weight."""
+    compute_loss: Callable[[nn.Module, Any, float], torch.Tensor]
+    """The mean loss of a micro-batch, given the wrapped model, inputs on the device, and their weight."""
     meter: Meter
     log: Callable[[dict[str, float]], None]
     evaluate: Callable[[], dict[str, float]]

@@ -14,7 +14,6 @@ from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
 from allstep.trainer.gradients import backward, clip_gradients, drop_gradients
 from allstep.trainer.ledger import note_gradients
-from allstep.trainer.losses import weight_of
 from allstep.trainer.meter import StepResult
 from allstep.trainer.precision import autocast
 from allstep.trainer.run import Run
@@ -39,7 +38,7 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
             feed = next(feeds)
             assert feed.micro_batch == micro_batch
             last = micro_batch is window[-1]
-            own_weight = weight_of(feed.inputs, run.label_names)
+            own_weight = run.weigh(feed.inputs)
             weight += own_weight
             if not own_weight and run.ledger is not None:
                 run.ledger.note(micro_batch.number, feed.sample_ids, 0, None, feed.inputs)
@@ -62,7 +61,7 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
     return _step(run)
 
 
-def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
+def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
     """Accumulate the gradients of weight x loss of one micro-batch, and put that into `losses`.
 
     With `total`, all that was accumulated is reduced, and divided by the weights of all ranks.
@@ -71,7 +70,7 @@ def _forward_backward(run: Run, feed: Feed, weight: int, total: float | None, lo
     seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
     inputs = to_device(feed.inputs, run.device)
     with autocast(run.args, run.device):
-        loss = run.compute_loss(run.model, inputs)
+        loss = run.compute_loss(run.model, inputs, weight)
     if run.ledger is not None:
         run.ledger.note(micro_batch.number, feed.sample_ids, weight, loss.detach(), feed.inputs)
     losses.put(micro_batch.number, loss.detach().float() * weight)

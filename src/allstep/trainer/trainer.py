@@ -1,12 +1,11 @@
 """`Trainer`: what people construct. It puts the parts of a run together and hands them to `loop.train`."""
 
 import functools
-import inspect
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch import nn
 from allstep.arguments import TrainingArguments
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
-from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
 from allstep.data.grid import evaluation_picks
@@ -29,10 +27,12 @@ from allstep.report.sinks import make_sinks
 from allstep.trainer import evaluation, loop
 from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report, order_line, sums_in_order
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
-from allstep.trainer.evaluation import EvalPrediction, EvaluationResult, PredictionOutput
+from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput, round_picks
 from allstep.trainer.ledger import open_ledger
-from allstep.trainer.losses import call_model, label_names_of, loss_of, weight_of
+from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
 from allstep.trainer.meter import Meter
+from allstep.trainer.metric_states import MetricState, check_metrics
+from allstep.trainer.metrics import Metrics
 from allstep.trainer.models import bare, prepare_model, wrap
 from allstep.trainer.optimizers import make_optimizer
 from allstep.trainer.precision import autocast
@@ -61,10 +61,15 @@ class Trainer:
         processing_class: a tokenizer or processor; saved with the model, used to pad where it can.
         model_init: makes the model at the start of `train`, instead of `model`.
         compute_loss_func: `f(outputs, labels, num_items_in_batch)` gives the loss; labels are then kept from the model.
-        compute_metrics: `f(EvalPrediction)` gives a dict of numbers.
+        compute_metrics: `f(EvalPrediction)` gives a dict of numbers. Or a metric, or a dict of them by name, that is updated
+            with every batch and merged over ranks, so that no logits are gathered: any object that has `update(predictions,
+            labels)`, `merge_state(others)` and `compute()`, as torcheval's have.
         callbacks: objects or classes with methods named like the events of `TrainerCallback`.
         optimizers: an optimizer and a schedule of your own; None for those that the arguments describe.
         preprocess_logits_for_metrics: `f(logits, labels)`, called on each batch before anything is gathered.
+        loss_weight_func: `f(inputs)` gives what the mean loss of a micro-batch is taken over, one number; 0 leaves the
+            micro-batch out. None: the labels that are not -100 where they are whole numbers of two or more dimensions (without
+            the first of each row where the model shifts them), else the samples.
     """
 
     def __init__(
@@ -77,13 +82,16 @@ class Trainer:
         processing_class: Any = None,
         model_init: Callable[[], nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | MetricState | Mapping[str, MetricState] | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        loss_weight_func: Callable[[Any], Any] | None = None,
     ) -> None:
         if (model is None) == (model_init is None):
             raise TypeError("Trainer takes either model or model_init, and one of them has to be given.")
+        check_metrics(compute_metrics)
         self.args = TrainingArguments() if args is None else args
         self._verification = Verification.asked_for()
         if self._verification is not None:
@@ -100,6 +108,7 @@ class Trainer:
         self.processing_class = processing_class
         self.data_collator = data_collator or default_collator(processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.loss_weight_func = loss_weight_func
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self._own_optimizers = optimizers
@@ -107,8 +116,7 @@ class Trainer:
         self._is_training = False
         self.last_run: Run | None = None
         """What the last `train` worked with."""
-        self._labels_of: nn.Module | None = None  # the model that `_label_names` were read from
-        self._label_names: list[str] = []
+        self._facts: tuple[nn.Module, LossFacts] | None = None  # a model and what was read from it
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], self.args)
         self._set_state(TrainerState())
         self.sinks = make_sinks(self._output_dir, self.args.disable_tqdm, self.args.report_to, self.world.is_main)
@@ -199,7 +207,7 @@ class Trainer:
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
-            label_names=self.label_names,
+            weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),
             log=self.log,
@@ -246,37 +254,47 @@ class Trainer:
             )
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: int | None = None
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: int | float | None = None
     ) -> Any:
         """The mean loss of a micro-batch, and with `return_outputs` also what the model returned; override for your own.
 
         Args:
-            num_items_in_batch: what the mean is taken over, label tokens or samples of this micro-batch.
+            num_items_in_batch: what the mean is taken over, label tokens or samples of this micro-batch: its weight. It is
+                handed to `compute_loss_func`, else to the model, where they have a parameter of that name.
         """
-        labels = None
-        if self.compute_loss_func is not None and isinstance(inputs, dict):
-            names = self.label_names
-            labels = next((inputs[name] for name in names if name in inputs), None)
-            inputs = {key: value for key, value in inputs.items() if key not in names}
-        outputs = call_model(model, inputs)
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        else:
+        count = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        if self.compute_loss_func is None:
+            outputs = call_model(model, inputs, **(count if self._loss_facts.counted else {}))
             loss = loss_of(outputs, self.model)
+        else:
+            labels = None
+            if isinstance(inputs, dict):
+                names = self.label_names
+                labels = next((inputs[name] for name in names if name in inputs), None)
+                inputs = {key: value for key, value in inputs.items() if key not in names}
+            outputs = call_model(model, inputs)
+            loss = self.compute_loss_func(outputs, labels, **(count if self._loss_func_takes_count else {}))
         return (loss, outputs) if return_outputs else loss
 
-    def _counted_loss(self, model: nn.Module, inputs: Any, **options: Any) -> Any:
-        """`compute_loss`, told what its mean is to be taken over where it asks for that."""
+    def _counted_loss(self, model: nn.Module, inputs: Any, weight: float, **options: Any) -> Any:
+        """`compute_loss`, told what its mean is taken over where it asks for that."""
         if self._loss_takes_count:
-            options["num_items_in_batch"] = weight_of(inputs, self.label_names)
+            options["num_items_in_batch"] = weight
         return self.compute_loss(model, inputs, **options)
 
     @functools.cached_property
     def _loss_takes_count(self) -> bool:
-        overridden = type(self).compute_loss is not Trainer.compute_loss
-        if not overridden:
-            return self.compute_loss_func is not None
-        return "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
+        return takes_count(self.compute_loss)
+
+    @functools.cached_property
+    def _loss_func_takes_count(self) -> bool:
+        return self.compute_loss_func is not None and takes_count(self.compute_loss_func)
+
+    @property
+    def _loss_facts(self) -> LossFacts:
+        if self._facts is None or self._facts[0] is not self.model:
+            self._facts = self.model, LossFacts.of(self.model, self.args.label_names, self.loss_weight_func)
+        return self._facts[1]
 
     # ---- evaluation
 
@@ -304,20 +322,22 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Collective. What the model says about `test_dataset`, rows in its order, the same on every rank."""
-        result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, self.args.prediction_loss_only)
+        only_loss = self.args.prediction_loss_only
+        result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, only_loss, keeps_rows=not only_loss)
         self.callback_handler.call("on_predict", metrics=metrics)
         return PredictionOutput(result.predictions, result.label_ids, metrics)
 
     def _evaluated(
-        self, dataset: Any, ignore_keys: list[str] | None, prefix: str, only_loss: bool
+        self, dataset: Any, ignore_keys: list[str] | None, prefix: str, only_loss: bool, *, keeps_rows: bool = False
     ) -> tuple[EvaluationResult, dict[str, float]]:
         if dataset is not None:
             check_map_style(dataset)
         if dataset is None or not len(dataset):
             raise DataError(f"There is nothing to evaluate: the dataset is {'missing' if dataset is None else 'empty'}.")
         began = time.perf_counter()
-        args, model = self.args, self._ready_model()
-        batch_size, extra = args.per_device_eval_batch_size, args.include_for_metrics if self.compute_metrics else ()
+        args, model, communicator = self.args, self._ready_model(), self.communicator
+        batch_size = args.per_device_eval_batch_size
+        batches = math.ceil(len(dataset) / batch_size)
         predictor = Predictor(
             model=model,
             compute_loss=self._counted_loss,
@@ -326,28 +346,36 @@ class Trainer:
             ignored=ignore_keys or (),
             preprocess=self.preprocess_logits_for_metrics,
         )
+        metrics = Metrics(
+            None if only_loss else self.compute_metrics,
+            self.device,
+            by_batch=args.batch_eval_metrics,
+            keeps_rows=keeps_rows,
+            include=args.include_for_metrics,
+        )
+
+        def on_batch(said: Prediction) -> None:
+            metrics.update(said)
+            self.callback_handler.call("on_prediction_step")
+
+        rounds = metrics.rounds(batches)
+        picks = evaluation_picks if rounds is None else round_picks
         result = evaluation.evaluate(
-            self._loader(dataset).feeds(
-                evaluation_picks(len(dataset), batch_size, self.communicator.rank, self.communicator.size)
-            ),
+            self._loader(dataset).feeds(picks(len(dataset), batch_size, communicator.rank, communicator.size)),
             predictor,
             model,
-            self.communicator,
-            label_names=self.label_names,
+            communicator,
+            weigh=self._loss_facts.weight,
             device=self.device,
             seed=args.seed,
-            keep=frozenset() if only_loss else frozenset({"predictions", "label_ids", *extra}),
+            keep=metrics.keep,
             forward_context=lambda: autocast(args, self.device),
-            on_batch=lambda: self.callback_handler.call("on_prediction_step"),
+            on_batch=on_batch,
+            rounds=rounds,
         )
-        computed: dict[str, float] = {}
-        if self.compute_metrics is not None and not only_loss:
-            with failing_together(self.communicator, "computing metrics"):
-                computed = self.compute_metrics(
-                    EvalPrediction(result.predictions, result.label_ids, result.inputs, result.losses)
-                )
+        computed = metrics.compute(result, communicator)
         seconds = max(time.perf_counter() - began, 1e-9)
-        return result, summary(result, computed, prefix, seconds, math.ceil(result.samples / batch_size))
+        return result, summary(result, computed, prefix, seconds, batches)
 
     # ---- saving and logging
 
@@ -398,9 +426,7 @@ class Trainer:
     @property
     def label_names(self) -> list[str]:
         """Names of inputs that are labels."""
-        if self._labels_of is not self.model:
-            self._label_names, self._labels_of = label_names_of(self.model, self.args.label_names), self.model
-        return self._label_names
+        return list(self._loss_facts.label_names)
 
     @property
     def state(self) -> TrainerState:

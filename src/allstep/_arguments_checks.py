@@ -170,6 +170,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (("lr_scheduler_type",), *_one_of(*SCHEDULES)),
     (("optim",), *_one_of(*OPTIMIZERS)),
+    (("dataloader_split_streams",), *_one_of("samples", "shards")),
     (("logging_strategy", "eval_strategy"), *_one_of("no", "steps", "epoch")),
     (("save_strategy",), *_one_of("no", "steps", "epoch", "best")),
     (

@@ -212,6 +212,10 @@ class TrainingArguments:
     """Keep loading processes from one epoch to the next. Needs `dataloader_num_workers`."""
     dataloader_prefetch_factor: int | None = None
     """Batches that each loading process holds ready. Needs `dataloader_num_workers`. None: 2."""
+    dataloader_split_streams: str = "samples"
+    """How a stream (IterableDataset) is split among ranks. "samples": every rank reads all of it and keeps its own samples, so
+    that a step consists of the same ones on any number of ranks. "shards": each rank reads shards of its own, where the
+    stream has `num_shards` and `shard`; less to read, but what is in a step depends on the number of ranks."""
     remove_unused_columns: bool = True
     """Drop columns of a dataset that the model's forward does not take."""
 

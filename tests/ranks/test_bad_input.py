@@ -8,7 +8,6 @@ import traceback
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from allstep import Trainer, TrainingArguments
 from allstep.testing.models import Regression, RegressionNet
@@ -21,11 +20,6 @@ class Torn(Regression):
         if index == 5:
             raise LookupError("row 5 is torn")
         return super().__getitem__(index)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(3)
 
 
 class Normed(RegressionNet):
@@ -92,8 +86,6 @@ def train(rank, size, folder, case):
             dataset, arguments = Regression(3), {"dataloader_drop_last": True}
         case "missing":
             dataset = None
-        case "stream":
-            dataset = Stream()
         case "no length":
             dataset = iter(Regression(3))
         case "other length":
@@ -162,7 +154,6 @@ def check_folder(folder):
         ("empty list", ["training dataset is empty"]),
         ("too small to drop", ["3 samples", "global batch of 4", "2 micro-batches of 2", "dataloader_drop_last=False"]),
         ("missing", ["train_dataset", "without one"]),
-        ("stream", ["Stream is an IterableDataset", "__len__ and __getitem__"]),
         ("no length", ["has no __len__"]),
     ],
 )

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.errors import DataError
@@ -293,15 +292,10 @@ def test_evaluating_during_training_changes_no_bit_of_it(ranks, tmp_path):
 # What cannot be evaluated.
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(3)
-
-
-@pytest.mark.parametrize("dataset", [None, [], Stream()], ids=["missing", "empty", "stream"])
+@pytest.mark.parametrize("dataset", [None, []], ids=["missing", "empty"])
 @pytest.mark.parametrize("how", ["evaluate", "predict"])
 def test_nothing_to_evaluate_is_an_error_in_words(tmp_path, dataset, how):
-    with pytest.raises(DataError, match=r"missing|empty|IterableDataset"):
+    with pytest.raises(DataError, match=r"missing|empty"):
         getattr(make(tmp_path, RegressionNet()), how)(dataset)
 
 

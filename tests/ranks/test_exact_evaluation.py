@@ -5,7 +5,7 @@ bit for bit: threads divide sums among them.
 """
 
 import math
-import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,18 +314,26 @@ class Echo(nn.Module):
         return {"loss": (self.scale * labels).mean(), "logits": x}
 
 
+def grown(call):
+    """Bytes by which this process was larger, at most, while `call` ran; and what it gave."""
+
+    def status(name):
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return 1024 * int(line.split()[1])
+
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    result = call()
+    return status("VmHWM") - before, result
+
+
 def peak(rank, size, folder, number, kind):
-    """Bytes that were allocated by Python and numpy at most, during an evaluation."""
+    """Bytes by which the process grew during an evaluation."""
     metrics = {"loss": None, "state": {"rows": Rowcount()}, "batches": lambda prediction, compute_result: {}}[kind]
     args = TrainingArguments(str(folder), disable_tqdm=True, batch_eval_metrics=kind == "batches")
     trainer = Trainer(Echo(), args, compute_metrics=metrics)
     trainer.evaluate(Wide(16))
-    tracemalloc.start()
-    try:
-        trainer.evaluate(Wide(number))
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    return grown(lambda: trainer.evaluate(Wide(number)))[0]
 
 
 class Rowcount(Nameless):
@@ -335,26 +343,21 @@ class Rowcount(Nameless):
 
 @pytest.mark.parametrize("kind", ["loss", "state", "batches"])
 def test_memory_does_not_grow_with_the_dataset_where_nothing_is_kept(ranks, tmp_path, kind):
-    few, many = ranks.run(peak, tmp_path, 64, kind), ranks.run(peak, tmp_path, 1024, kind)
+    few, many = ranks.run(peak, tmp_path, 64, kind), ranks.run(peak, tmp_path, 4096, kind)
     for small, large in zip(few, many, strict=True):
-        assert large < small + (1 << 20)  # what would be kept is 32 MiB
+        assert large < small + (24 << 20)  # what would be kept is 64 MiB and more
 
 
 def predicted(rank, size, folder):
     args = TrainingArguments(str(folder), disable_tqdm=True)
     trainer = Trainer(Echo(), args)
     trainer.predict(Wide(8))
-    tracemalloc.start()
-    try:
-        rows = trainer.predict(Wide(1024)).predictions
-        held = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    held, rows = grown(lambda: trainer.predict(Wide(1024)).predictions)
     assert np.array_equal(rows[:, 5], np.arange(1024))
     return held, rows.nbytes
 
 
 def test_gathering_holds_the_result_and_little_else(ranks, tmp_path):
-    """Batches of a rank are torch's memory, which is not counted; a pickle of them, and of what came, would be."""
+    """The result, this rank's batches, which are half of it, and a piece that is on its way; a pickle would be more."""
     for held, size in ranks.run(predicted, tmp_path):
-        assert held < 1.2 * size
+        assert held < 1.9 * size

@@ -71,7 +71,7 @@ def refused(**kwargs: Any) -> str:
 
 # ---- names
 
-OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps"}
+OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
 """Arguments that Hugging Face does not have."""
 
 

@@ -4,6 +4,7 @@ model.safetensors     the weights, without wrapper prefixes; beside it whatever 
 optimizer.pt          optimizer.state_dict()
 scheduler.pt          scheduler.state_dict()
 scaler.pt             scaler.state_dict(), in fp16 runs
+data.pt               where a stream was, in runs on streams
 trainer_state.json    the trainer's own record: step, epoch, position, log history
 training_args.json    the arguments of the run
 rng_state_{rank}.pth  the generators of one rank; rng_state.pth in a world of one
@@ -37,12 +38,12 @@ __all__ = [
 
 _ARGUMENTS_FILE = "training_args.json"
 _STATE_FILE = "trainer_state.json"
-_STATEFUL = ("optimizer", "scheduler", "scaler")
+_STATEFUL = ("optimizer", "scheduler", "scaler", "data")
 _GENERATORS = ("python", "numpy", "cpu")
 
 
 class Stateful(Protocol):
-    """An optimizer, a schedule, a scaler: what gives its state and takes it back."""
+    """An optimizer, a schedule, a scaler, a stream: what gives its state and takes it back."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -61,6 +62,8 @@ class TrainState:
     """None: no scheduler.pt."""
     scaler: Stateful | None = None
     """The gradient scaler of an fp16 run. None: no scaler.pt."""
+    data: Stateful | None = None
+    """The stream of a run. None: no data.pt. Folders that others wrote have none either."""
     processing_class: Any = None
     """A tokenizer or the like, whose `save_pretrained` adds its files. Not read back."""
     trainer_state: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class ReadState:
     weights: Mapping[str, Any]
     """Tensors by name."""
     stateful: Mapping[str, Any]
-    """State of optimizer, scheduler and scaler, as far as the run has them."""
+    """State of optimizer, scheduler, scaler and data, as far as the run has them."""
     trainer_state: dict[str, Any]
     """What was in trainer_state.json."""
     training_args: dict[str, Any]
@@ -134,7 +137,11 @@ def read_state(folder: Path, state: TrainState, rank: int, world_size: int) -> R
     generators = folder / rng_file(rank, world_size)
     return ReadState(
         weights=read_weights(folder),
-        stateful={part: read_plain(folder / f"{part}.pt") for part in _STATEFUL if getattr(state, part) is not None},
+        stateful={
+            part: read_plain(folder / f"{part}.pt")
+            for part in _STATEFUL
+            if getattr(state, part) is not None and (part != "data" or (folder / "data.pt").exists())
+        },
         trainer_state=read_json(folder / _STATE_FILE),
         training_args=arguments,
         generators=_read_generators(generators) if state.with_generators and generators.exists() else None,

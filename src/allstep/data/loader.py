@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from allstep.comm.forking import wait_for_quiet_threads
 from allstep.data.collate import collate, select_columns
-from allstep.data.grid import MicroBatch, Pick
+from allstep.data.grid import MicroBatch, Pick, evaluation_picks
 from allstep.data.seeding import mixed, seed_generators
 from allstep.errors import DataError
 
@@ -55,7 +55,7 @@ class MicroBatchLoader:
     def __init__(self, dataset: Any, seed: int, options: LoaderOptions) -> None:
         check_map_style(dataset)
         self._dataset, self._collate = _SeededDataset(dataset, options.columns, seed), _Collator(options.collator)
-        self._picks = _Picks()
+        self._picks, self._samples = _Picks(), len(dataset)
         self._loader: DataLoader[Feed] = DataLoader(
             self._dataset,
             batch_sampler=self._picks,  # type: ignore[arg-type]  # torch only iterates over it
@@ -75,6 +75,10 @@ class MicroBatchLoader:
         if self._loader.num_workers:
             wait_for_quiet_threads()
         return iter(self._loader)
+
+    def evaluation(self, batch_size: int, rank: int, size: int) -> Iterator[Feed]:
+        """The batches that `rank` of `size` evaluates."""
+        return self.feeds(evaluation_picks(self._samples, batch_size, rank, size))
 
 
 class _Picks:
@@ -129,8 +133,8 @@ def check_map_style(dataset: Any) -> None:
     """
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"{type(dataset).__name__} is an IterableDataset; streams are not supported yet. Give the Trainer a dataset with "
-            f"__len__ and __getitem__."
+            f"{type(dataset).__name__} is an IterableDataset, which has no samples by number. Expected a dataset with __len__ "
+            f"and __getitem__; streams are read by a StreamLoader."
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:

@@ -12,24 +12,29 @@ from allstep.arguments import TrainingArguments
 from allstep.comm.agreement import digest, failing_together
 from allstep.comm.communicator import Communicator
 from allstep.data.collate import collate
+from allstep.data.feeds import MapFeeds, TrainingFeeds
 from allstep.data.global_batch import accumulation_for
 from allstep.data.grid import Grid
 from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
-from allstep.data.position import DataPosition
+from allstep.data.stream_feeds import StreamFeeds
+from allstep.data.stream_loader import StreamLoader
+from allstep.data.streams import StreamGrid, choose_split, is_stream, length_of, shards_of, steps_of
 from allstep.ddp.sync import send_buffers
 from allstep.errors import ArgumentsError, DataError
 from allstep.report.record import RunReport
 from allstep.trainer.losses import accepted_columns
 from allstep.trainer.run import Run
 
-__all__ = ["default_collator", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
+__all__ = ["default_collator", "make_feeds", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
 
 
 _OF_ONE_RANK = ("output_dir", "run_name", "report_to", "disable_tqdm", "dataloader_")
 """What the names of arguments begin with that ranks need not agree on."""
 
 
-def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator, resumed_batch: int | None = None) -> Grid:
+def make_grid(
+    args: TrainingArguments, dataset: Any, communicator: Communicator, resumed_batch: int | None = None
+) -> Grid | StreamGrid:
     """Collective. How `dataset` is laid out over the steps of all ranks, which have to agree on everything that decides it.
 
     Args:
@@ -41,8 +46,17 @@ def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator,
         RankFailedError: another rank has nothing to train on.
     """
     with failing_together(communicator, "looking at what to train on"):
-        grid = _grid_of(args, dataset, communicator.size, resumed_batch)
-    said = {"len(train_dataset)": grid.samples, "dataloader_drop_last": grid.drop_last}
+        if dataset is None:
+            raise DataError("Trainer.train() needs a train_dataset; this Trainer was made without one.")
+        grid: Grid | StreamGrid
+        if is_stream(dataset):
+            grid = _stream_grid_of(args, dataset, communicator.size, resumed_batch)
+        else:
+            grid = _grid_of(args, dataset, communicator.size, resumed_batch)
+    said: dict[str, Any] = {"len(train_dataset)": grid.samples, "dataloader_drop_last": grid.drop_last}
+    said["dataloader_split_streams"] = args.dataloader_split_streams
+    if isinstance(grid, StreamGrid):
+        said["shards of train_dataset"] = shards_of(dataset)
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
     said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
     everyone = communicator.all_gather_object(said)
@@ -53,12 +67,32 @@ def make_grid(args: TrainingArguments, dataset: Any, communicator: Communicator,
                     f"The ranks do not agree: {name} is {value!r} on rank 0 and {others.get(name)!r} on rank {rank}. They "
                     f"would take different steps, and wait for each other for ever. Give every rank the same."
                 )
+    if isinstance(grid, StreamGrid):
+        return _with_steps(grid, dataset, communicator)
     return grid
 
 
+def _stream_grid_of(args: TrainingArguments, dataset: Any, size: int, resumed_batch: int | None) -> StreamGrid:
+    return StreamGrid(
+        split=choose_split(args.dataloader_split_streams, shards_of(dataset), size),
+        samples=length_of(dataset),
+        micro_batch_size=args.per_device_train_batch_size,
+        micro_batches_per_step=size * _accumulation(args, size, resumed_batch),
+        drop_last=args.dataloader_drop_last,
+    )
+
+
+def _with_steps(grid: StreamGrid, dataset: Any, communicator: Communicator) -> StreamGrid:
+    """Collective. `grid` with the steps of an epoch, where the lengths of what the ranks read tell them."""
+    rank, size = communicator.rank, communicator.size
+    lengths = [grid.samples]
+    if grid.split.by_shards:
+        lengths = communicator.all_gather_object(length_of(dataset.shard(num_shards=size, index=rank)))
+    steps = steps_of(lengths, grid.places(rank, size).step_size, grid.drop_last)
+    return dataclasses.replace(grid, steps_per_epoch=steps)
+
+
 def _grid_of(args: TrainingArguments, dataset: Any, size: int, resumed_batch: int | None) -> Grid:
-    if dataset is None:
-        raise DataError("Trainer.train() needs a train_dataset; this Trainer was made without one.")
     check_map_style(dataset)
     accumulation = _accumulation(args, size, resumed_batch)
     grid = Grid(
@@ -100,7 +134,7 @@ def make_loader(
     label_names: list[str],
     collator: Callable[[list[Any]], Any],
     device: torch.device,
-) -> MicroBatchLoader:
+) -> MicroBatchLoader | StreamLoader:
     """What fetches micro-batches of `dataset` for `model` on `device`."""
     options = LoaderOptions(
         collator=collator,
@@ -110,7 +144,22 @@ def make_loader(
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
     )
-    return MicroBatchLoader(dataset, args.seed, options)
+    return StreamLoader(dataset, args.seed, options) if is_stream(dataset) else MicroBatchLoader(dataset, args.seed, options)
+
+
+def make_feeds(
+    loader: MicroBatchLoader | StreamLoader,
+    grid: Grid | StreamGrid,
+    communicator: Communicator,
+    seed: int,
+    say: Callable[[str], None],
+) -> TrainingFeeds:
+    """This rank's micro-batches for training; `seed` is that of the order of map-style data."""
+    if isinstance(loader, MicroBatchLoader):
+        assert isinstance(grid, Grid)
+        return MapFeeds(loader, grid, communicator.rank, communicator.size, seed)
+    assert isinstance(grid, StreamGrid)
+    return StreamFeeds(loader.training(grid, communicator), grid, communicator, say)
 
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
@@ -127,13 +176,12 @@ def make_report(run: Run, first_step: int, seconds: float, output_dir: str) -> R
     """Collective. What `run` amounted to since `first_step`, with the digest of every rank's weights."""
     send_buffers(run.communicator, run.bare_model)
     state = run.callbacks.state
-    done, before = (_samples(run.grid, step) for step in (state.global_step, first_step))
     own = digest((*run.bare_model.named_parameters(), *run.bare_model.named_buffers()))
     return RunReport(
         steps=state.global_step,
         first_step=first_step,
         epoch=state.epoch,
-        samples=done - before,
+        samples=sum(run.communicator.all_gather_object(run.feeds.samples)),
         seconds=seconds,
         train_loss=state.run.mean,
         world_size=run.communicator.size,
@@ -149,7 +197,7 @@ def sums_in_order(args: TrainingArguments, communicator: Communicator, device: t
     return bool(args.deterministic_reduction)
 
 
-def order_line(grid: Grid, ranks: int, gradient_bytes: int) -> str | None:
+def order_line(grid: Grid | StreamGrid, ranks: int, gradient_bytes: int) -> str | None:
     """What a person should know of sums in order: the memory that they hold, and where other world sizes have other sums."""
     block = grid.micro_batches_per_step // ranks
     sets = max(0, (block - 1).bit_length() - 1)
@@ -164,9 +212,3 @@ def order_line(grid: Grid, ranks: int, gradient_bytes: int) -> str | None:
             f"each rank runs {block} micro-batches, which is no power of two: last bits differ from those of other world sizes"
         )
     return "\n".join(lines) or None
-
-
-def _samples(grid: Grid, global_step: int) -> int:
-    """Samples that the first `global_step` steps of a run consume."""
-    position = DataPosition.after(global_step, grid.steps_per_epoch)
-    return position.epoch * grid.samples_before(grid.steps_per_epoch) + grid.samples_before(position.step)

@@ -1,9 +1,9 @@
 """Evaluation and prediction: each sample once, rows in dataset order, full results on every rank.
 
-The dataset is cut into batches, rank r of N takes the r-th contiguous block of them, and what the ranks computed is put
-together in rank order. The loss is the mean over samples or label tokens, with the same weights as in training, summed batch by
-batch without rounding: it has the same bits on any number of ranks. What is not asked for is not kept, so that memory does not
-grow with the dataset.
+The dataset is cut into batches, rank r of N takes the r-th contiguous block of them (of a stream: each N-th), and what the
+ranks computed is put together in the order of the batches. The loss is the mean over samples or label tokens, with the same
+weights as in training, summed batch by batch without rounding: it has the same bits on any number of ranks. What is not asked
+for is not kept, so that memory does not grow with the dataset.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.ddp.sync import send_buffers
 from allstep.trainer.exact_sum import ExactSum
-from allstep.trainer.gathering import gathered, outlined, to_numpy
+from allstep.trainer.gathering import gathered, in_order, outlined, to_numpy
 
 __all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "Rounds", "evaluate", "round_picks"]
 
@@ -131,7 +131,7 @@ def evaluate(
         inputs, weight = to_device(feed.inputs, device), weigh(feed.inputs)
         with forward_context():
             said = predict(inputs, weight)
-        rows.add(said, weight, len(feed.sample_ids))
+        rows.add(said, weight, feed.micro_batch.number, len(feed.sample_ids))
         on_batch(said)
         return _parts(said, inputs, len(feed.sample_ids))
 
@@ -157,11 +157,13 @@ class _Rows:
     def __init__(self, keep: frozenset[str]) -> None:
         self.loss_sum, self.weight_sum, self.samples = ExactSum(), ExactSum(), 0
         self.kept: dict[str, list[Any]] = {name: [] for name in sorted(keep)}  # name -> arrays of each batch
+        self.batches: list[tuple[int, int]] = []  # number and samples of each
         self._unread: list[tuple[torch.Tensor, float]] = []
 
-    def add(self, said: Prediction, weight: float, samples: int) -> None:
+    def add(self, said: Prediction, weight: float, number: int, samples: int) -> None:
         """Count a batch in."""
         self.samples += samples
+        self.batches.append((number, samples))
         if said.loss is not None and weight:
             self._unread.append((said.loss.detach().reshape(()), weight))
             if len(self._unread) >= UNREAD:
@@ -197,16 +199,18 @@ def _merged(rows: _Rows, communicator: Communicator, device: torch.device) -> Ev
     with failing_together(communicator, "putting together what was evaluated"):
         rows.settle()
         outlines = {name: outlined(batches) for name, batches in rows.kept.items()}
-    ranks = communicator.all_gather_object((rows.loss_sum.parts, rows.weight_sum.parts, rows.samples, outlines))
+    batches = rows.batches if rows.kept else []
+    ranks = communicator.all_gather_object((rows.loss_sum.parts, rows.weight_sum.parts, rows.samples, batches, outlines))
     loss_sum, weight_sum, samples = ExactSum(), ExactSum(), 0
-    for losses, weights, count, _ in ranks:
+    for losses, weights, count, *_ in ranks:
         samples += count
         for value in losses:
             loss_sum.add(value)
         for value in weights:
             weight_sum.add(value)
+    numbered = [batch for *_, batches, _ in ranks for batch in batches]
     merged = {
-        name: gathered(rows.kept.pop(name), [each[name] for *_, each in ranks], communicator, device)
+        name: in_order(gathered(rows.kept.pop(name), [each[name] for *_, each in ranks], communicator, device), numbered)
         for name in list(rows.kept)
     }
     weight = weight_sum.total()

@@ -13,7 +13,7 @@ import torch
 from allstep.comm.communicator import Communicator
 from allstep.errors import DataError
 
-__all__ = ["PADDING", "gathered", "outlined", "to_numpy"]
+__all__ = ["PADDING", "gathered", "in_order", "outlined", "to_numpy"]
 
 PADDING = -100
 """Fills rows that are shorter than the longest, as a label that counts nowhere."""
@@ -88,6 +88,25 @@ def gathered(batches: Sequence[Any], outlines: Sequence[Any], communicator: Comm
             for index in range(len(first))
         )
     return [batch for outline in known for batch in outline]
+
+
+def in_order(value: Any, batches: Sequence[tuple[int, int]]) -> Any:
+    """`value`, which `gathered` put together from `batches` (number and samples of each), in the order of their numbers."""
+    numbers = [number for number, _ in batches]
+    if numbers == sorted(numbers):
+        return value
+    return _permuted(value, np.argsort(numbers, kind="stable"), np.argsort(np.repeat(*np.transpose(batches)), kind="stable"))
+
+
+def _permuted(value: Any, batches: Any, rows: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _permuted(item, batches, rows) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_permuted(item, batches, rows) for item in value)
+    if isinstance(value, np.ndarray):
+        order = rows if len(value) == len(rows) else batches
+        return value[order] if len(value) == len(order) else value
+    return [value[index] for index in batches] if isinstance(value, list) and len(value) == len(batches) else value
 
 
 def _parts(outlines: Sequence[Any], key: Any) -> list[Any]:

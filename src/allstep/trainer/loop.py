@@ -1,13 +1,12 @@
 """A run, from top to bottom: fetch, forward, backward, reduce, step, report, evaluate, save.
 
 Every rank runs these lines, one rank or many. The order of things within an optimizer step stands in `step.py`; which samples
-it is made of, in `data/grid.py`; how gradients become the mean over ranks, in `ddp/reducer.py`.
+it is made of, in `data/grid.py` and, for streams, in `data/streams.py`; how gradients become the mean over ranks, in
+`ddp/reducer.py`.
 """
 
-from collections.abc import Iterator
+import itertools
 
-from allstep.data.grid import training_picks
-from allstep.data.loader import Feed
 from allstep.data.position import DataPosition
 from allstep.trainer.ledger import note_step
 from allstep.trainer.meter import StepResult
@@ -26,30 +25,34 @@ def train(run: Run, saver: Saver) -> None:
     run.callbacks.call("on_train_begin")
     if run.args.eval_on_start and state.global_step == 0:
         _evaluate(run)
-    feeds = _feeds(run)
+    _begin(run)
     while state.global_step < run.plan.max_steps and not run.callbacks.control.should_training_stop:
-        _epoch(run, saver, feeds)
+        _epoch(run, saver)
         if run.position.step:  # a callback ended the epoch before its end
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
-            feeds = _feeds(run)
+            _begin(run)
     run.settle()
     run.callbacks.call("on_train_end")
 
 
-def _feeds(run: Run) -> Iterator[Feed]:
-    """This rank's micro-batches up to the end of the run; loader workers go on fetching over the ends of epochs."""
-    steps = run.plan.max_steps - run.callbacks.state.global_step
-    rank, size = run.communicator.rank, run.communicator.size
-    return run.loader.feeds(training_picks(run.grid, run.position, steps, rank, size, run.seed))
+def _begin(run: Run) -> None:
+    """Fetch from `run.position` on; a checkpoint may have been written where a stream ended, but nobody knew it yet."""
+    run.feeds.begin(run.position, run.plan.max_steps - run.callbacks.state.global_step)
+    if run.position.step and not run.feeds.has_step(run.position.epoch, run.position.step):
+        run.position = run.callbacks.state.position = DataPosition(epoch=run.position.epoch + 1)
 
 
-def _epoch(run: Run, saver: Saver, feeds: Iterator[Feed]) -> None:
+def _epoch(run: Run, saver: Saver) -> None:
     """The rest of the epoch at `run.position`."""
-    rank, size, epoch = run.communicator.rank, run.communicator.size, run.position.epoch
+    epoch, state = run.position.epoch, run.callbacks.state
     run.callbacks.call("on_epoch_begin")
-    for step in range(run.position.step, run.grid.steps_per_epoch):
+    for step in itertools.count(run.position.step):
+        if not run.feeds.has_step(epoch, step):
+            run.position = state.position = DataPosition(epoch=epoch + 1)
+            state.epoch = epoch + 1.0
+            break
         run.callbacks.call("on_step_begin")
-        result = take_step(run, feeds, run.grid.window(epoch, step, rank, size))
+        result = take_step(run, run.feeds.window(epoch, step))
         _advance(run, result)
         run.callbacks.call("on_step_end")
         _log_evaluate_save(run, saver, result)
@@ -62,10 +65,10 @@ def _epoch(run: Run, saver: Saver, feeds: Iterator[Feed]) -> None:
 
 def _advance(run: Run, result: StepResult) -> None:
     """A step is done: move state and position on."""
-    state, position, steps = run.callbacks.state, run.position, run.grid.steps_per_epoch
+    state, position = run.callbacks.state, run.position
     state.global_step += 1
-    state.epoch = position.epoch + (position.step + 1) / steps
-    run.position = state.position = position.advanced(steps)
+    state.epoch = run.feeds.epoch_at(position.epoch, position.step + 1, run.plan.max_steps)
+    run.position = state.position = run.feeds.advanced(position)
     note_step(run, result, position.epoch)
     run.meter.add(result, run.grid.samples_before(position.step + 1) - run.grid.samples_before(position.step), state)
 

@@ -1,6 +1,7 @@
 """Everything that one call of `Trainer.train` works with, put together once and handed to the loop."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,14 @@ from torch import nn
 
 from allstep.arguments import TrainingArguments
 from allstep.comm.communicator import Communicator
+from allstep.data.feeds import TrainingFeeds
 from allstep.data.grid import Grid
 from allstep.data.loader import MicroBatchLoader
 from allstep.data.position import DataPosition
+from allstep.data.stream_loader import StreamLoader
+from allstep.data.streams import StreamGrid
 from allstep.ddp.module import DistributedDataParallel
+from allstep.errors import ArgumentsError
 from allstep.report.ledger import Ledger
 from allstep.trainer.callbacks import CallbackHandler
 from allstep.trainer.meter import Meter
@@ -28,11 +33,23 @@ class Plan:
     max_steps: int
     """Optimizer steps in all."""
     epochs: int
-    """Passes over the data that are begun."""
+    """Passes over the data that are begun; for a stream of unknown length `sys.maxsize`, as in Hugging Face's Trainer."""
 
     @classmethod
-    def of(cls, args: TrainingArguments, steps_per_epoch: int) -> "Plan":
-        """`max_steps` where it is given, else `num_train_epochs` passes; a part of a pass is rounded up to whole steps."""
+    def of(cls, args: TrainingArguments, steps_per_epoch: int | None) -> "Plan":
+        """`max_steps` where it is given, else `num_train_epochs` passes; a part of a pass is rounded up to whole steps.
+
+        Raises:
+            ArgumentsError: neither `max_steps` nor the steps of an epoch are known, as with a stream of unknown length.
+        """
+        if steps_per_epoch is None:
+            if args.max_steps <= 0:
+                raise ArgumentsError(
+                    f"The training stream has no length, so num_train_epochs={args.num_train_epochs:g} says nothing of how "
+                    f"many steps the learning rate is to be planned for. Give max_steps, or give the stream a __len__ (the "
+                    f"number of its samples)."
+                )
+            return cls(max_steps=args.max_steps, epochs=sys.maxsize)
         if args.max_steps > 0:
             return cls(max_steps=args.max_steps, epochs=math.ceil(args.max_steps / steps_per_epoch))
         steps = max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
@@ -53,8 +70,10 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     """A schedule with `step`, `state_dict` and `load_state_dict`."""
-    grid: Grid
-    loader: MicroBatchLoader
+    grid: Grid | StreamGrid
+    loader: MicroBatchLoader | StreamLoader
+    feeds: TrainingFeeds
+    """This rank's micro-batches, from `loader`."""
     seed: int
     """Of the order of the data."""
     position: DataPosition

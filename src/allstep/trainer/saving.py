@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, which one is the best, and how a run goes on from one."""
 
 import dataclasses
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.data.position import DataPosition
+from allstep.data.stream_feeds import StreamFeeds
 from allstep.ddp.sync import send_buffers
 from allstep.errors import CheckpointError
 from allstep.trainer.run import Run
@@ -83,7 +85,8 @@ class Saver:
             setattr(state, name, getattr(saved, name))
         if saved.best_model_checkpoint is not None:
             self._checkpoints.best = Path(saved.best_model_checkpoint)
-        position = saved.position or DataPosition.after(state.global_step, run.grid.steps_per_epoch)
+        steps = run.grid.steps_per_epoch or sys.maxsize  # without a length: still in the first pass
+        position = saved.position or DataPosition.after(state.global_step, steps)
         run.position = state.position = self._placed(position, saved.global_batch_size, folder)
         run.model.check_consistency(run.optimizer)
         return _went_on(folder, saved, run)
@@ -120,6 +123,7 @@ class Saver:
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,
             scheduler=run.scheduler if whole else None,
+            data=run.feeds if whole and isinstance(run.feeds, StreamFeeds) else None,
             processing_class=self._processing_class,
             trainer_state=run.callbacks.state.to_dict(),
             training_args=run.args.to_dict(),

@@ -1,13 +1,13 @@
 """One optimizer step: the window's micro-batches forward and backward, buckets reduced meanwhile, clip, step."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import torch
 
 from allstep.data.collate import to_device
-from allstep.data.grid import MicroBatch, sample_ids
+from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
@@ -21,8 +21,8 @@ from allstep.trainer.run import Run
 __all__ = ["take_step"]
 
 
-def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> StepResult:
-    """Run this rank's `window`, fetched from `feeds`, and let the optimizer take one step, the same on every rank.
+def take_step(run: Run, window: Sequence[MicroBatch]) -> StepResult:
+    """Run this rank's `window`, and let the optimizer take one step, the same on every rank.
 
     Raises:
         RankFailedError: another rank could not run its window; the optimizer has not moved.
@@ -35,8 +35,11 @@ def take_step(run: Run, feeds: Iterator[Feed], window: Sequence[MicroBatch]) -> 
         first = run.communicator.rank * (run.grid.micro_batches_per_step // run.communicator.size)
         for micro_batch in window:
             place = micro_batch
-            feed = next(feeds)
-            assert feed.micro_batch == micro_batch
+            feed = next(run.feeds)
+            place = feed.micro_batch
+            assert place.number == micro_batch.number
+            if not feed.sample_ids:  # a stream ended before this place
+                continue
             last = micro_batch is window[-1]
             own_weight = run.weigh(feed.inputs)
             weight += own_weight
@@ -99,7 +102,7 @@ def _tell_others(run: Run, error: Exception, place: MicroBatch | None) -> None:
     """The other ranks are on their way into a reduction; meet them there, and say why there will be no step."""
     where = f"rank {run.communicator.rank}, step {run.callbacks.state.global_step + 1}"
     if place is not None:
-        where += f", micro-batch {place.number}, samples {_shown(sample_ids(run.grid, place, run.seed))}"
+        where += f", micro-batch {place.number}, samples {_shown(run.feeds.sample_ids(place))}"
     if sys.version_info >= (3, 11):
         error.add_note(f"allstep: {where}")
     with suppress(AllstepError):  # this rank's own error is the one to be raised

@@ -17,15 +17,24 @@ from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
-from allstep.data.grid import evaluation_picks
 from allstep.data.loader import MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
 from allstep.data.seeding import seed_generators
+from allstep.data.stream_loader import StreamLoader
+from allstep.data.streams import StreamGrid, is_stream
 from allstep.errors import DataError
 from allstep.report.record import RunReport
 from allstep.report.sinks import make_sinks
 from allstep.trainer import evaluation, loop
-from allstep.trainer.assembly import default_collator, make_grid, make_loader, make_report, order_line, sums_in_order
+from allstep.trainer.assembly import (
+    default_collator,
+    make_feeds,
+    make_grid,
+    make_loader,
+    make_report,
+    order_line,
+    sums_in_order,
+)
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput, round_picks
 from allstep.trainer.ledger import open_ledger
@@ -56,7 +65,7 @@ class Trainer:
         model: returns its loss: a dict or object with "loss", a tuple that begins with it, or the loss itself.
         args: how to train; None takes all defaults.
         data_collator: makes a micro-batch of a list of samples; None stacks them.
-        train_dataset: has `__len__` and `__getitem__`.
+        train_dataset: has `__len__` and `__getitem__`; or a stream, which has `__iter__`.
         eval_dataset: the same, or a dict of several, evaluated under their names.
         processing_class: a tokenizer or processor; saved with the model, used to pad where it can.
         model_init: makes the model at the start of `train`, instead of `model`.
@@ -156,6 +165,7 @@ class Trainer:
             output = self._finish(run, first_step, time.perf_counter() - began)
         finally:
             self._is_training = False
+            run.feeds.close()
             run.model.release()
             self.sinks.close()
             if run.ledger is not None:
@@ -192,6 +202,7 @@ class Trainer:
                 global_batch_size=grid.global_batch_size,
             )
         )
+        loader, seed = self._loader(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
         run = Run(
             args=args,
             plan=plan,
@@ -202,8 +213,9 @@ class Trainer:
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             grid=grid,
-            loader=self._loader(self.train_dataset),
-            seed=args.seed if args.data_seed is None else args.data_seed,
+            loader=loader,
+            feeds=make_feeds(loader, grid, self.communicator, seed, self.sinks.message),
+            seed=seed,
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
@@ -219,6 +231,8 @@ class Trainer:
             "lr_scheduler": run.scheduler,
             "train_dataloader": run.loader,
         }
+        if isinstance(grid, StreamGrid):
+            self.sinks.message(f"the training stream {type(self.train_dataset).__name__} is split {grid.split.reason}")
         saver = Saver(run, checkpoints, self.processing_class)
         if folder is not None:
             self.sinks.message(saver.resume(folder))
@@ -330,14 +344,14 @@ class Trainer:
     def _evaluated(
         self, dataset: Any, ignore_keys: list[str] | None, prefix: str, only_loss: bool, *, keeps_rows: bool = False
     ) -> tuple[EvaluationResult, dict[str, float]]:
-        if dataset is not None:
+        if dataset is not None and not is_stream(dataset):
             check_map_style(dataset)
-        if dataset is None or not len(dataset):
+        if dataset is None or (not is_stream(dataset) and not len(dataset)):
             raise DataError(f"There is nothing to evaluate: the dataset is {'missing' if dataset is None else 'empty'}.")
         began = time.perf_counter()
         args, model, communicator = self.args, self._ready_model(), self.communicator
         batch_size = args.per_device_eval_batch_size
-        batches = math.ceil(len(dataset) / batch_size)
+        batches = None if is_stream(dataset) else math.ceil(len(dataset) / batch_size)
         predictor = Predictor(
             model=model,
             compute_loss=self._counted_loss,
@@ -358,10 +372,11 @@ class Trainer:
             metrics.update(said)
             self.callback_handler.call("on_prediction_step")
 
-        rounds = metrics.rounds(batches)
-        picks = evaluation_picks if rounds is None else round_picks
+        rounds, loader = metrics.rounds(batches), self._loader(dataset)
         result = evaluation.evaluate(
-            self._loader(dataset).feeds(picks(len(dataset), batch_size, communicator.rank, communicator.size)),
+            loader.evaluation(batch_size, communicator.rank, communicator.size)
+            if rounds is None or isinstance(loader, StreamLoader)
+            else loader.feeds(round_picks(len(dataset), batch_size, communicator.rank, communicator.size)),
             predictor,
             model,
             communicator,
@@ -373,9 +388,11 @@ class Trainer:
             on_batch=on_batch,
             rounds=rounds,
         )
+        if not result.samples:
+            raise DataError(f"There is nothing to evaluate: the stream {type(dataset).__name__} is empty.")
         computed = metrics.compute(result, communicator)
         seconds = max(time.perf_counter() - began, 1e-9)
-        return result, summary(result, computed, prefix, seconds, batches)
+        return result, summary(result, computed, prefix, seconds, math.ceil(result.samples / batch_size))
 
     # ---- saving and logging
 
@@ -445,7 +462,7 @@ class Trainer:
             self._prepared = prepare_model(self.model, self.args, self.device)
         return self.model
 
-    def _loader(self, dataset: Any) -> MicroBatchLoader:
+    def _loader(self, dataset: Any) -> MicroBatchLoader | StreamLoader:
         return make_loader(self.args, dataset, self.model, self.label_names, self.data_collator, self.device)
 
     def _set_state(self, state: TrainerState) -> None:

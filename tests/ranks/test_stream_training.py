@@ -456,6 +456,30 @@ def test_rows_of_an_evaluated_stream_are_in_its_order_each_once_and_its_loss_is_
             assert loss == pytest.approx(float(nn.functional.mse_loss(logits, labels)), rel=1e-6)
 
 
+def evaluate_by_batch(rank, size, folder):
+    found = []
+    args = TrainingArguments(str(folder), per_device_eval_batch_size=2, batch_eval_metrics=True, disable_tqdm=True)
+    for samples in range(1, 8):
+        seen = []
+
+        def metrics(prediction, compute_result, seen=seen):
+            seen.append((prediction.label_ids.tolist(), compute_result))
+            return {"batches": len(seen)} if compute_result else {}
+
+        result = Trainer(RegressionNet(), args, compute_metrics=metrics).evaluate(Stream(samples))
+        found.append((seen, result["eval_batches"]))
+    return found
+
+
+def test_metrics_by_batch_see_a_stream_in_its_order_on_every_rank(ranks, tmp_path):
+    for run in [*ranks.run(evaluate_by_batch, tmp_path), evaluate_by_batch(0, 1, tmp_path)]:
+        for samples, (seen, batches) in enumerate(run, 1):
+            labels = [row(number)["labels"].item() for number in range(samples)]
+            expected = [labels[at : at + 2] for at in range(0, samples, 2)]
+            assert seen == [(each, each is expected[-1]) for each in expected]
+            assert batches == len(expected)
+
+
 def evaluate_nothing(rank, size, folder):
     Trainer(RegressionNet(), TrainingArguments(str(folder), disable_tqdm=True)).evaluate(Stream(0))
 

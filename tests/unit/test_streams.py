@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from allstep.data.grid import Grid
 from allstep.data.loader import LoaderOptions
-from allstep.data.stream_loader import StreamLoader
+from allstep.data.stream_loader import StreamLoader, StreamSource
 from allstep.data.stream_reader import SavedStream, StreamReader, fingerprint, is_plain, keeps_state
 from allstep.data.streams import Split, StreamGrid, choose_split, is_stream, length_of, shards_of, steps_of
 from allstep.errors import DataError
@@ -257,3 +257,15 @@ def test_batches_to_evaluate_are_numbered_in_the_order_of_the_stream(samples, si
     assert [feed.micro_batch.number for feed in feeds] == list(range(len(feeds)))
     assert [index for feed in feeds for index in feed.inputs] == list(range(samples))
     assert [index for feed in feeds for index in feed.sample_ids] == list(range(samples))
+
+
+def test_the_collator_draws_the_same_where_a_sample_was_read_ahead():
+    def first_inputs(disturb):
+        options = LoaderOptions(collator=lambda samples: random.random())
+        places = grid_of(micro_batch=1, per_step=1).places(0, 1)
+        items = iter(StreamSource(Counting(3), 7, options, places, epochs=1))
+        next(items)  # for which the first sample was read
+        disturb()
+        return next(items).inputs
+
+    assert first_inputs(lambda: random.seed(1)) == first_inputs(lambda: random.seed(2))

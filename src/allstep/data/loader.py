@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -76,8 +77,10 @@ class MicroBatchLoader:
             wait_for_quiet_threads()
         return iter(self._loader)
 
-    def evaluation(self, batch_size: int, rank: int, size: int) -> Iterator[Feed]:
-        """The batches that `rank` of `size` evaluates."""
+    def evaluation(self, batch_size: int, rank: int, size: int, *, in_turns: bool = False) -> Iterator[Feed]:
+        """The batches that `rank` of `size` evaluates: a block of them, or each `size`-th where ranks take turns."""
+        if in_turns:
+            return self.feeds(islice(evaluation_picks(self._samples, batch_size, 0, 1), rank, None, size))
         return self.feeds(evaluation_picks(self._samples, batch_size, rank, size))
 
 

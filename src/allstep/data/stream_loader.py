@@ -206,8 +206,8 @@ class StreamLoader:
         source.shows_progress = rank == 0
         return source
 
-    def evaluation(self, batch_size: int, rank: int, size: int) -> Iterator[Feed]:
-        """The batches that `rank` of `size` evaluates: each `size`-th, numbered in the stream's order."""
+    def evaluation(self, batch_size: int, rank: int, size: int, *, in_turns: bool = True) -> Iterator[Feed]:
+        """The batches that `rank` of `size` evaluates: each `size`-th, as ranks take turns, numbered in the stream's order."""
         whole = Split(False, "by samples")
         grid = StreamGrid(split=whole, samples=None, micro_batch_size=batch_size, micro_batches_per_step=size)
         source = StreamSource(self.dataset, self._seed, self._options, grid.places(rank, size), epochs=1)

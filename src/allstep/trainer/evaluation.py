@@ -9,7 +9,6 @@ for is not kept, so that memory does not grow with the dataset.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +17,13 @@ from torch import nn
 from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import Communicator
 from allstep.data.collate import to_device
-from allstep.data.grid import Pick, evaluation_picks
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.ddp.sync import send_buffers
 from allstep.trainer.exact_sum import ExactSum
 from allstep.trainer.gathering import gathered, in_order, outlined, to_numpy
 
-__all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "Rounds", "evaluate", "round_picks"]
+__all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "Rounds", "evaluate"]
 
 UNREAD = 64
 """Losses that are left on the device before they are read, so that it is seldom waited for."""
@@ -79,20 +77,13 @@ class EvaluationResult:
 class Rounds(NamedTuple):
     """Every rank computes a batch, then all ranks see the batches of all, and nothing is kept.
 
-    The picks of each rank are then those of `round_picks`, by which batches come in dataset order.
+    Each rank then has every N-th batch, so that batches come in dataset order.
     """
 
-    batches: int
-    """Of all ranks together."""
     parts: frozenset[str]
     """What they see of it: "predictions", "label_ids", "inputs", "loss"."""
     see: Callable[[EvalPrediction, bool], None]
     """Called on every rank with every batch, and with whether it is the last."""
-
-
-def round_picks(samples: int, batch_size: int, rank: int, size: int) -> Iterable[Pick]:
-    """What `rank` of `size` evaluates where ranks go in rounds: every `size`-th batch."""
-    return islice(evaluation_picks(samples, batch_size, 0, 1), rank, None, size)
 
 
 def evaluate(
@@ -155,14 +146,13 @@ class _Rows:
     """What one rank computed."""
 
     def __init__(self, keep: frozenset[str]) -> None:
-        self.loss_sum, self.weight_sum, self.samples = ExactSum(), ExactSum(), 0
-        self.kept: dict[str, list[Any]] = {name: [] for name in sorted(keep)}  # name -> arrays of each batch
+        self.loss_sum, self.weight_sum = ExactSum(), ExactSum()
         self.batches: list[tuple[int, int]] = []  # number and samples of each
+        self.kept: dict[str, list[Any]] = {name: [] for name in sorted(keep)}  # name -> arrays of each batch
         self._unread: list[tuple[torch.Tensor, float]] = []
 
     def add(self, said: Prediction, weight: float, number: int, samples: int) -> None:
-        """Count a batch in."""
-        self.samples += samples
+        """Count batch `number` in."""
         self.batches.append((number, samples))
         if said.loss is not None and weight:
             self._unread.append((said.loss.detach().reshape(()), weight))
@@ -199,24 +189,22 @@ def _merged(rows: _Rows, communicator: Communicator, device: torch.device) -> Ev
     with failing_together(communicator, "putting together what was evaluated"):
         rows.settle()
         outlines = {name: outlined(batches) for name, batches in rows.kept.items()}
-    batches = rows.batches if rows.kept else []
-    ranks = communicator.all_gather_object((rows.loss_sum.parts, rows.weight_sum.parts, rows.samples, batches, outlines))
-    loss_sum, weight_sum, samples = ExactSum(), ExactSum(), 0
-    for losses, weights, count, *_ in ranks:
-        samples += count
+    ranks = communicator.all_gather_object((rows.loss_sum.parts, rows.weight_sum.parts, rows.batches, outlines))
+    loss_sum, weight_sum, batches = ExactSum(), ExactSum(), []
+    for losses, weights, of_rank, _ in ranks:
+        batches += of_rank
         for value in losses:
             loss_sum.add(value)
         for value in weights:
             weight_sum.add(value)
-    numbered = [batch for *_, batches, _ in ranks for batch in batches]
     merged = {
-        name: in_order(gathered(rows.kept.pop(name), [each[name] for *_, each in ranks], communicator, device), numbered)
+        name: in_order(gathered(rows.kept.pop(name), [each[name] for *_, each in ranks], communicator, device), batches)
         for name in list(rows.kept)
     }
     weight = weight_sum.total()
     return EvaluationResult(
         loss=loss_sum.total() / weight if weight else None,
-        samples=samples,
+        samples=sum(samples for _, samples in batches),
         predictions=merged.get("predictions"),
         label_ids=merged.get("label_ids"),
         inputs=merged.get("inputs"),
@@ -232,14 +220,18 @@ def _go_in_rounds(
     device: torch.device,
 ) -> None:
     """A batch on every rank, then all of them to all."""
-    size, names = communicator.size, ("predictions", "label_ids", "inputs", "loss")
-    for first in range(0, rounds.batches, size):
+    names = ("predictions", "label_ids", "inputs", "loss")
+    with failing_together(communicator, "evaluating"):
+        coming = next(feeds, None)
+    while True:
         with failing_together(communicator, "evaluating"):
-            feed = next(feeds, None)
+            feed, coming = coming, next(feeds, None)
             own = [] if feed is None else [{name: part for name, part in run(feed).items() if name in rounds.parts}]
             own = [to_numpy({name: part for name, part in parts.items() if part is not None}) for parts in own]
             outline = outlined(own)
-        outlines = communicator.all_gather_object(outline)
+        said = communicator.all_gather_object((outline, feed is not None, coming is not None))
+        outlines, having = [each for each, _, _ in said], sum(has for _, has, _ in said)
+        is_last = not any(more for _, _, more in said)
         seen = [
             gathered(
                 own if rank == communicator.rank else [],
@@ -247,9 +239,11 @@ def _go_in_rounds(
                 communicator,
                 device,
             )
-            for rank in range(min(size, rounds.batches - first))
+            for rank in range(having)
         ]
         with failing_together(communicator, "computing metrics"):
-            for number, batch in enumerate(seen, first):
+            for number, batch in enumerate(seen, 1):
                 prediction = EvalPrediction(*(batch.get(name) for name in names))
-                rounds.see(prediction, number == rounds.batches - 1)
+                rounds.see(prediction, is_last and number == having)
+        if is_last:
+            return

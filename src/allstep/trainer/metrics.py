@@ -7,7 +7,6 @@ import torch
 
 from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import Communicator
-from allstep.errors import DataError
 from allstep.trainer.evaluation import EvalPrediction, EvaluationResult, Prediction, Rounds
 from allstep.trainer.metric_states import MetricStates, states_of
 
@@ -38,20 +37,9 @@ class Metrics:
         if self._in_rounds:
             self.keep = frozenset()
 
-    def rounds(self, batches: int | None) -> Rounds | None:
-        """How every rank sees each of `batches` (None: nobody knows how many), where it has to.
-
-        Raises:
-            DataError: it has to, and their number is not known.
-        """
-        if not self._in_rounds:
-            return None
-        if batches is None:
-            raise DataError(
-                "batch_eval_metrics=True has to know which batch is the last, and a stream does not say. Give compute_metrics "
-                "objects with update(), merge_state() and compute(), or leave batch_eval_metrics out."
-            )
-        return Rounds(batches, self._parts, self._see)
+    def rounds(self) -> Rounds | None:
+        """How every rank sees each batch, where it has to."""
+        return Rounds(self._parts, self._see) if self._in_rounds else None
 
     def _see(self, prediction: EvalPrediction, is_last: bool) -> None:
         assert self._function is not None

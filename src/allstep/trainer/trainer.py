@@ -36,7 +36,7 @@ from allstep.trainer.assembly import (
     sums_in_order,
 )
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
-from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput, round_picks
+from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
 from allstep.trainer.meter import Meter
@@ -351,7 +351,6 @@ class Trainer:
         began = time.perf_counter()
         args, model, communicator = self.args, self._ready_model(), self.communicator
         batch_size = args.per_device_eval_batch_size
-        batches = None if is_stream(dataset) else math.ceil(len(dataset) / batch_size)
         predictor = Predictor(
             model=model,
             compute_loss=self._counted_loss,
@@ -372,11 +371,9 @@ class Trainer:
             metrics.update(said)
             self.callback_handler.call("on_prediction_step")
 
-        rounds, loader = metrics.rounds(batches), self._loader(dataset)
+        rounds = metrics.rounds()
         result = evaluation.evaluate(
-            loader.evaluation(batch_size, communicator.rank, communicator.size)
-            if rounds is None or isinstance(loader, StreamLoader)
-            else loader.feeds(round_picks(len(dataset), batch_size, communicator.rank, communicator.size)),
+            self._loader(dataset).evaluation(batch_size, communicator.rank, communicator.size, in_turns=rounds is not None),
             predictor,
             model,
             communicator,

@@ -136,7 +136,7 @@ def test_plain_sums_differ_which_is_why_there_is_an_order(ranks, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The training dataset has")
-@pytest.mark.parametrize("samples", [1, 3, 16, 17])
+@pytest.mark.parametrize("samples", [3, 17])
 def test_few_samples_and_empty_places_give_the_same_bits(ranks, four_ranks, tmp_path, samples):
     arguments = {"deterministic_reduction": True, "num_train_epochs": 3}
     alone = in_one_process(tmp_path / "1", arguments, samples)

@@ -14,7 +14,7 @@ from torch import nn
 
 from allstep import Trainer, TrainingArguments
 from allstep.testing.models import IGNORED, Regression, RegressionNet, Tagger, Tokens, pad
-from allstep.testing.ranks import RankPool
+from allstep.testing.ranks import RankPool, one_thread
 
 SIZES = range(1, 18)
 BATCHES = range(1, 6)
@@ -79,17 +79,15 @@ def of(metrics):
 def evaluated(rank, size, folder, kind, rows, batches):
     """By number of rows and batch size: metrics, and what was predicted."""
     found = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for batch in batches:
-        trainer = make(folder, kind, batch, compute_metrics=count_and_sum)
-        for number in rows:
-            dataset = KINDS[kind][1](number)
-            output = trainer.predict(dataset, metric_key_prefix="eval")
-            if batch == 3:
-                assert of(trainer.evaluate(dataset)) == of(output.metrics)
-            found[number, batch] = of(output.metrics), output.predictions, output.label_ids
-    torch.set_num_threads(threads)
+    with one_thread():
+        for batch in batches:
+            trainer = make(folder, kind, batch, compute_metrics=count_and_sum)
+            for number in rows:
+                dataset = KINDS[kind][1](number)
+                output = trainer.predict(dataset, metric_key_prefix="eval")
+                if batch == 3:
+                    assert of(trainer.evaluate(dataset)) == of(output.metrics)
+                found[number, batch] = of(output.metrics), output.predictions, output.label_ids
     return found
 
 

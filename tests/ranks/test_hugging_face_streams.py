@@ -9,6 +9,7 @@ from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
 from allstep.data.stream_reader import keeps_state
 from allstep.testing.models import RegressionNet
+from allstep.testing.ranks import one_thread
 
 datasets = pytest.importorskip("datasets")
 
@@ -49,8 +50,6 @@ class Stop(TrainerCallback):
 
 
 def train(rank, size, folder, kind, arguments=(), stop=None, resume=None):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     settings = {
         "per_device_train_batch_size": 2,
         "global_batch_size": 4,
@@ -63,13 +62,11 @@ def train(rank, size, folder, kind, arguments=(), stop=None, resume=None):
     }
     args = TrainingArguments(str(folder), **{**settings, **dict(arguments)})
     said = []
-    try:
+    with one_thread():
         trainer = Trainer(Net(), args, train_dataset=stream(kind), callbacks=[Stop(stop)])
         trainer.sinks.message = said.append
         trainer.train(resume_from_checkpoint=resume)
         predicted = trainer.predict(stream(kind)).label_ids.tolist()
-    finally:
-        torch.set_num_threads(threads)
     for thread in threading.enumerate():  # a shuffled stream that is let go of tells its threads to end, and does not wait
         if thread.name.startswith("ThreadPoolExecutor"):
             thread.join(30)

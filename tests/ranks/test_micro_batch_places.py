@@ -46,7 +46,7 @@ def of_tree(places, step):
     return {name: total.total() for name, total in sums.items()}
 
 
-def windows(rank, size, blocks, set_to_none, fail_at):
+def windows(rank, size, blocks, set_to_none, fail_at, apart=False):
     """Gradients after each of four windows; `blocks[rank]` are the places of this rank; weights are one a window in all."""
     net = Net()
     model = DistributedDataParallel(net, find_unused_parameters=None, deterministic_reduction=True)
@@ -60,14 +60,14 @@ def windows(rank, size, blocks, set_to_none, fail_at):
                 model.begin_micro_batch(place - first)
                 if step == fail_at and rank == 1 and place == places[-1]:
                     raise ValueError("no data")
-                if place == places[-1]:
+                if place == places[-1] and not apart:
                     loss = loss_of(model, place, step)
                     model.weigh(weight)
                     loss.backward()
                 else:
                     with model.no_sync():
                         loss_of(model, place, step).backward()
-            if not places:
+            if apart or not places:
                 model.take_part(weight=weight)
         except ValueError as error:
             with pytest.raises(RankFailedError):
@@ -100,6 +100,12 @@ def test_unequal_windows_and_parameters_used_in_some_places_give_the_tree(ranks,
     for found, kept in ranks.run(windows, blocks, set_to_none, None):
         assert_are_trees(found, [*blocks[0], *blocks[1]], zeros=not set_to_none)
         assert kept <= 1
+
+
+def test_a_window_whose_last_place_has_nothing_to_add_gives_the_tree(ranks):
+    """All forwards ran under no_sync, and the reduction comes without a backward: labels of the last one did not count."""
+    for found, _ in ranks.run(windows, [[0, 1, 2], [4, 5, 6, 7]], True, None, True):
+        assert_are_trees(found, [0, 1, 2, 4, 5, 6, 7])
 
 
 def test_a_window_that_a_rank_breaks_off_leaves_nothing_for_the_next(ranks):

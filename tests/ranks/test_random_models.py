@@ -5,8 +5,8 @@ new ones instead.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from allstep import DistributedDataParallel
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
+from allstep.testing.ranks import one_thread
 
 SIZE = 2
 WIDTH = 4
@@ -299,17 +300,6 @@ def compare_with_one_process(results: list[Any], case: dict[str, Any]) -> None:
         with torch.no_grad():  # go on from the same weights, where kernels rounded otherwise
             for name, parameter in alone.named_parameters():
                 parameter.copy_(results[0][index][2][name])
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As in the ranks; with more, threads of tiny kernels wait for one another longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def compare(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:

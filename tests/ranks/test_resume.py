@@ -9,16 +9,9 @@ from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
 from allstep.errors import ReplicaError
 from allstep.testing.models import Noisy, RegressionNet
+from allstep.trainer.verification import StopAfter
 
 BACKENDS = ("gloo", "shm")
-
-
-class Stop(TrainerCallback):
-    def __init__(self, at):
-        self.at = at
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.at
 
 
 class SampleOrder(TrainerCallback):
@@ -55,7 +48,7 @@ def train(rank, size, folder, workers, stop=None, resume=None):
         disable_tqdm=True,
     )
     order = SampleOrder()
-    callbacks = [order, *([] if stop is None else [Stop(stop)])]
+    callbacks = [order, *([] if stop is None else [StopAfter(stop)])]
     trainer = Trainer(RegressionNet(0.3), args, train_dataset=Noisy(50), eval_dataset=Noisy(7), callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=resume)
     optimizer = [(f"{i}.{key}", value) for i, s in trainer.optimizer.state_dict()["state"].items() for key, value in s.items()]

@@ -6,40 +6,24 @@ from collections import Counter
 import pytest
 import torch
 
-from allstep import Trainer, TrainerCallback, TrainingArguments
+from allstep import Trainer, TrainingArguments
 from allstep.cli.verify.compare import first_difference
 from allstep.comm.agreement import digest
 from allstep.errors import ArgumentsError, CheckpointError
 from allstep.report.ledger import read_ledger, samples_by_epoch
-from allstep.testing.models import Noisy, RegressionNet
+from allstep.testing.models import Noisy, RegressionNet, Seen
+from allstep.testing.ranks import one_thread
+from allstep.trainer.verification import StopAfter
 
 BACKENDS = ("gloo", "shm")
 SAMPLES = 44  # 5 steps and a half of 8
 
 
-class Stop(TrainerCallback):
-    def __init__(self, at):
-        self.at = at
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.at
-
-
-class Read(Noisy):
-    """Keeps the indices that were read."""
-
-    def __init__(self, samples):
-        super().__init__(samples)
-        self.indices = []
-
-    def __getitem__(self, index):
-        self.indices.append(index)
-        return super().__getitem__(index)
+class Read(Seen, Noisy):
+    """Augmented; keeps the indices that were read."""
 
 
 def train(rank, size, folder, stop=None, resume=None, arguments=()):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     settings = {
         "per_device_train_batch_size": 2,
         "num_train_epochs": 2,
@@ -54,12 +38,10 @@ def train(rank, size, folder, stop=None, resume=None, arguments=()):
     }
     args = TrainingArguments(str(folder), **{**settings, **dict(arguments)})
     data = Read(SAMPLES)
-    callbacks = [] if stop is None else [Stop(stop)]
-    try:
+    callbacks = [] if stop is None else [StopAfter(stop)]
+    with one_thread():
         trainer = Trainer(RegressionNet(0.2), args, train_dataset=data, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resume)
-    finally:
-        torch.set_num_threads(threads)
     optimizer = [(f"{i}.{key}", value) for i, s in trainer.optimizer.state_dict()["state"].items() for key, value in s.items()]
     return {
         "weights": digest(trainer.model.named_parameters()),

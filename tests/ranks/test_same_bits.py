@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
+from allstep.testing.ranks import one_thread
 
 BACKENDS = ("gloo", "shm")
 
@@ -100,13 +101,8 @@ def train(rank, size, folder, arguments, samples=43):
 
 
 def in_one_process(folder, arguments, samples=43):
-    """With one thread, as ranks have: threads divide a sum among them, and so change its order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return train(0, 1, folder, arguments, samples)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def assert_same_bits(run, reference):

@@ -5,7 +5,7 @@ import torch
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
-from allstep.testing.models import Noisy, Regression, RegressionNet
+from allstep.testing.models import Noisy, Regression, RegressionNet, Seen
 
 BACKENDS = ("gloo", "shm")
 
@@ -18,18 +18,6 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-
-
-class Seen(Regression):
-    """Keeps the indices that were read."""
-
-    def __init__(self, samples):
-        super().__init__(samples)
-        self.indices = []
-
-    def __getitem__(self, index):
-        self.indices.append(index)
-        return super().__getitem__(index)
 
 
 def make(folder, dataset, dropout=0.0, callbacks=(), **arguments):

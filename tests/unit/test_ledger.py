@@ -55,8 +55,16 @@ def test_steps_that_are_done_again_are_dropped_on_all_ranks(tmp_path):
     assert list(read_ledger(tmp_path)) == [1, 2]  # rank 1 has not written step 3
     write(tmp_path, 1, [3]).close()
     assert list(read_ledger(tmp_path)) == [1, 2, 3]
-    cut_ledger(tmp_path, 0)
-    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_the_beginning_keeps_the_ledger_of_another_one(tmp_path):
+    folder = tmp_path / "ledger"
+    for last in (3, 2):
+        cut_ledger(folder, 0)
+        for rank in (0, 1):
+            write(folder, rank, range(1, last + 1)).close()
+    assert list(read_ledger(folder)) == [1, 2]
+    assert list(read_ledger(tmp_path / "ledger.previous")) == [1, 2, 3]
 
 
 def test_a_line_that_was_cut_off_counts_as_not_written(tmp_path):

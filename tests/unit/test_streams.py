@@ -117,7 +117,7 @@ def test_steps_of_an_epoch_are_those_of_the_longest_part_or_with_drop_last_of_th
 def test_an_empty_stream_and_one_that_drop_last_leaves_nothing_of_are_refused_with_numbers():
     with pytest.raises(DataError, match=r"empty: len\(\) is 0"):
         grid_of(samples=0)
-    with pytest.raises(DataError, match=r"5 samples, too few for one global batch of 8 .*drop_last"):
+    with pytest.raises(DataError, match=r"5 samples, fewer than one global batch of 8 .*drop_last"):
         grid_of(samples=5, drop_last=True, steps_per_epoch=0)
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from allstep.comm.shm.reduction import tree
 from allstep.ddp.tree import GradientTree, TreeSum
 
 
@@ -53,6 +54,13 @@ def test_subtrees_of_ranks_added_in_order_are_the_tree(size):
             summed.put(place, "abcdefgh"[rank * block + place])
         of_ranks.append(summed.total())
     assert of_tree(of_ranks) == put_all(range(8)).total() == "(((ab)(cd))((ef)(gh)))"
+
+
+def test_three_ranks_of_two_places_are_the_tree_over_six_as_shm_adds_them():
+    of_ranks = [of_tree("ab"), of_tree("cd"), of_tree("ef")]
+    for left, right in tree(3):
+        of_ranks[left] = f"({of_ranks[left]}{of_ranks[right]})"
+    assert of_ranks[0] == put_all(range(6)).total() == "(((ab)(cd))(ef))"
 
 
 def gradients_of(places, used):

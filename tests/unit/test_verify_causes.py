@@ -111,6 +111,7 @@ def test_a_sample_that_another_run_has_elsewhere_is_named():
         ({"micro_batches": with_one(1, samples=[1, 0])}, None, "The samples come in another order"),
         ({"micro_batches": [micro_batch(0)]}, None, "other numbers of samples"),
         ({"threads": 4, "loss": 2.0}, None, "CPU threads: a rank of one run has 1, of the other 4."),
+        ({"threads": 4, "micro_batches": with_one(1, samples=[1, 0])}, None, "The samples come in another order"),
         (
             {"in_order": False, "gradients": {"w": "5", "v": "2"}},
             None,

@@ -3,12 +3,18 @@
 gloo's threads enter the interpreter for a moment after each collective, to let go of Python objects. A fork in that moment
 leaves the child with a lock of the interpreter that nobody will release: it hangs in `os.fork`, and the rank waits for its
 first batch for ever. Seen with CPython 3.11, once in about two hundred runs with two loader workers on busy cores.
+
+A child that collects garbage of its parent is the other danger: a loader that lies there would be shut down once more from
+within the worker, and with it the workers that it shares a flag with ("can only test a child process", workers that stop).
 """
 
+import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["wait_for_quiet_threads"]
+__all__ = ["forking_workers", "keep_what_was_here", "wait_for_quiet_threads"]
 
 _INTERVAL = 0.001
 _DEADLINE = 1.0
@@ -24,6 +30,25 @@ def wait_for_quiet_threads() -> None:
     while quiet < 2 and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         quiet = quiet + 1 if all(state == "S" for state in _states_of_gloo_threads()) else 0
+
+
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """Start loader workers inside; each of them has to call `keep_what_was_here` first (`worker_init_fn`)."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        wait_for_quiet_threads()
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def keep_what_was_here(worker: int) -> None:
+    """In a loader worker: what came from the parent is never collected; what is made here is, as ever."""
+    gc.freeze()
+    gc.enable()
 
 
 def _states_of_gloo_threads() -> list[str]:

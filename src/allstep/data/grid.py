@@ -20,7 +20,7 @@ import torch
 from allstep.data.position import DataPosition
 from allstep.errors import DataError
 
-__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "sample_ids", "shuffled", "training_picks"]
+__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "no_step_remains", "sample_ids", "shuffled", "training_picks"]
 
 
 class MicroBatch(NamedTuple):
@@ -62,12 +62,7 @@ class Grid:
         if self.samples <= 0:
             raise DataError("The training dataset is empty: len() is 0. Expected at least one sample.")
         if self.drop_last and self.samples < self.global_batch_size:
-            raise DataError(
-                f"The training dataset has {self.samples} samples, fewer than one global batch of {self.global_batch_size} "
-                f"({self.micro_batches_per_step} micro-batches of {self.micro_batch_size}), and dataloader_drop_last=True "
-                f"drops what does not fill one: no step would remain. Set dataloader_drop_last=False, or make the global "
-                f"batch smaller."
-            )
+            raise no_step_remains("dataset", self.samples, self.micro_batches_per_step, self.micro_batch_size)
 
     @property
     def global_batch_size(self) -> int:
@@ -99,6 +94,15 @@ class Grid:
         start = min(self.samples, step * self.global_batch_size + number * self.micro_batch_size)
         stop = min(self.samples, start + self.micro_batch_size)
         return MicroBatch(epoch=epoch, step=step, number=number, start=start, stop=stop)
+
+
+def no_step_remains(what: str, samples: int | None, micro_batches: int, micro_batch_size: int) -> DataError:
+    """The error of `dataloader_drop_last` where `samples` fill no step of so many micro-batches."""
+    return DataError(
+        f"The training {what} has {samples} samples, fewer than one global batch of {micro_batches * micro_batch_size} "
+        f"({micro_batches} micro-batches of {micro_batch_size}), and dataloader_drop_last=True drops what does not fill one: "
+        f"no step would remain. Set dataloader_drop_last=False, or make the global batch smaller."
+    )
 
 
 class Pick(NamedTuple):

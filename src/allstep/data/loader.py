@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from allstep.comm.forking import wait_for_quiet_threads
+from allstep.comm.forking import forking_workers, keep_what_was_here
 from allstep.data.collate import collate, select_columns
 from allstep.data.grid import MicroBatch, Pick, evaluation_picks
 from allstep.data.seeding import mixed, seed_generators
@@ -66,6 +66,7 @@ class MicroBatchLoader:
             persistent_workers=options.persistent_workers and options.num_workers > 0,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
             generator=torch.Generator(),  # of its own, so that fetching never moves the global one
+            worker_init_fn=keep_what_was_here,
         )
 
     def feeds(self, picks: Iterable[Pick]) -> Iterator[Feed]:
@@ -73,9 +74,10 @@ class MicroBatchLoader:
         if not self._loader.num_workers and not self._loader.pin_memory:
             return (self._collate(self._dataset.__getitems__(pick)) for pick in picks)
         self._picks.current = picks
-        if self._loader.num_workers:
-            wait_for_quiet_threads()
-        return iter(self._loader)
+        if not self._loader.num_workers:
+            return iter(self._loader)
+        with forking_workers():
+            return iter(self._loader)
 
     def evaluation(self, batch_size: int, rank: int, size: int, *, in_turns: bool = False) -> Iterator[Feed]:
         """The batches that `rank` of `size` evaluates: a block of them, or each `size`-th where ranks take turns."""

@@ -1,10 +1,8 @@
 """Micro-batches of this rank, in order, from a stream."""
 
 import copy
-import gc
 import itertools
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from allstep.comm.communicator import Communicator
-from allstep.comm.forking import wait_for_quiet_threads
+from allstep.comm.forking import forking_workers, keep_what_was_here
 from allstep.data.loader import Feed, LoaderOptions
 from allstep.data.position import DataPosition
 from allstep.data.seeding import mixed, seed_generators
@@ -152,33 +150,11 @@ def open_source(source: StreamSource) -> list[Iterator[Item]]:
             pin_memory=options.pin_memory,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
             generator=torch.Generator(),  # of its own, so that fetching never moves the global one
-            worker_init_fn=_keep_what_was_here if options.num_workers else None,
+            worker_init_fn=keep_what_was_here,
         )
-        with _no_collection():
+        with forking_workers():
             items.append(iter(loader))
     return items
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Start a loader worker that collects no garbage of this process.
-
-    A loader that lies there as garbage would be shut down once more from within the worker, and with it the workers that
-    it shares a flag with: seen as "can only test a child process", and workers that stopped in the middle.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    wait_for_quiet_threads()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _keep_what_was_here(worker: int) -> None:
-    gc.freeze()
-    gc.enable()
 
 
 def _as_it_is(item: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from allstep.data.grid import MicroBatch
+from allstep.data.grid import MicroBatch, no_step_remains
 from allstep.errors import DataError
 
 __all__ = ["Places", "Split", "StreamGrid", "choose_split", "is_stream", "length_of", "shards_of", "steps_of"]
@@ -114,12 +114,7 @@ class StreamGrid:
         if self.samples == 0:
             raise DataError("The training stream is empty: len() is 0. Expected at least one sample.")
         if self.steps_per_epoch == 0:
-            raise DataError(
-                f"The training stream has {self.samples} samples, too few for one global batch of {self.global_batch_size} "
-                f"({self.micro_batches_per_step} micro-batches of {self.micro_batch_size}), and dataloader_drop_last=True "
-                f"drops what does not fill one: no step would remain. Set dataloader_drop_last=False, or make the global "
-                f"batch smaller."
-            )
+            raise no_step_remains("stream", self.samples, self.micro_batches_per_step, self.micro_batch_size)
 
     @property
     def global_batch_size(self) -> int:

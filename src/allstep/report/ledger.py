@@ -12,6 +12,7 @@ Numbers are written so that they come back bit for bit. Samples are indices into
 """
 
 import json
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,7 +151,14 @@ class Ledger:
 
 
 def cut_ledger(folder: Path, last_step: int) -> None:
-    """Make the folder, and drop the lines of all ranks beyond `last_step`: those steps will be done again."""
+    """Make the folder, and drop the lines of all ranks beyond `last_step`: those steps will be done again.
+
+    A run from the beginning (0) keeps the ledger of another run that it finds as `ledger.previous`.
+    """
+    if last_step == 0 and folder.exists():
+        before = folder.with_name(f"{folder.name}.previous")
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("rank_*.jsonl"):
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]

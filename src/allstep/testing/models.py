@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-__all__ = ["Noisy", "Regression", "RegressionNet", "Tagger", "Tokens", "pad"]
+__all__ = ["Noisy", "Regression", "RegressionNet", "Seen", "Tagger", "Tokens", "pad"]
 
 IGNORED = -100
 """The label that no loss counts."""
@@ -27,6 +27,18 @@ class Regression(Dataset[dict[str, torch.Tensor]]):
         generator = torch.Generator().manual_seed(self.index_from + index)
         x = torch.randn(4, generator=generator)
         return {"x": x, "labels": x.sum().sin()}
+
+
+class Seen(Regression):
+    """The same; keeps the indices that were read in this process."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.indices: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.indices.append(index)
+        return super().__getitem__(index)
 
 
 class Noisy(Regression):

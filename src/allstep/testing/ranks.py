@@ -21,7 +21,7 @@ import pickle
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -35,7 +35,18 @@ from torch._C._distributed_c10d import TCPStore
 
 from allstep.launch.linux import end_with_parent
 
-__all__ = ["Outcome", "RankPool", "RanksError", "run_ranks"]
+__all__ = ["Outcome", "RankPool", "RanksError", "one_thread", "run_ranks"]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """With one CPU thread, as ranks have: threads divide a sum among them, and so change its order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, kw_only=True)

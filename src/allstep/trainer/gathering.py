@@ -154,6 +154,7 @@ def _widest(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     if len({len(shape) for shape in shapes}) > 1:
         found = ", ".join(str(1 + number) for number in sorted({len(shape) for shape in shapes}))
         raise DataError(
-            f"What the model said cannot be put together: arrays have {found} dimensions, expected as many in every batch."
+            f"What the model said cannot be put together: arrays have {found} dimensions, expected as many in every batch. "
+            f"Give them one shape in preprocess_logits_for_metrics, or leave them out by ignore_keys."
         )
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))

@@ -74,8 +74,6 @@ class Run:
     loader: MicroBatchLoader | StreamLoader
     feeds: TrainingFeeds
     """This rank's micro-batches, from `loader`."""
-    seed: int
-    """Of the order of the data."""
     position: DataPosition
     callbacks: CallbackHandler
     sums_in_order: bool

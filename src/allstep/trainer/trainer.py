@@ -215,7 +215,6 @@ class Trainer:
             grid=grid,
             loader=loader,
             feeds=make_feeds(loader, grid, self.communicator, seed, self.sinks.message),
-            seed=seed,
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
@@ -386,7 +385,7 @@ class Trainer:
             rounds=rounds,
         )
         if not result.samples:
-            raise DataError(f"There is nothing to evaluate: the stream {type(dataset).__name__} is empty.")
+            raise DataError(f"There is nothing to evaluate: the stream {type(dataset).__name__} is empty. Expected a sample.")
         computed = metrics.compute(result, communicator)
         seconds = max(time.perf_counter() - began, 1e-9)
         return result, summary(result, computed, prefix, seconds, math.ceil(result.samples / batch_size))

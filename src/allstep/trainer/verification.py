@@ -28,6 +28,8 @@ class Verification:
     """It ends after this optimizer step; the schedule is that of the whole run."""
     ranks: int | None = None
     """The global batch is what the script would have on so many ranks, unless it sets global_batch_size; None: as it is."""
+    micro_batches: int | None = None
+    """Micro-batches of a global batch, whatever the script sets; None: as above."""
     resume_from: str | None = None
     """A checkpoint to begin from; None: from the start, whatever the script says."""
 
@@ -44,7 +46,9 @@ class Verification:
     def adapted(self, args: TrainingArguments) -> TrainingArguments:
         """A copy of `args` for the verified run: written down in full, and nothing evaluated or saved on the way."""
         changed = copy.copy(args)
-        if args.global_batch_size is None and self.ranks is not None:
+        if self.micro_batches is not None:
+            changed.global_batch_size = args.per_device_train_batch_size * self.micro_batches
+        elif args.global_batch_size is None and self.ranks is not None:
             changed.global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.ranks
         if changed.global_batch_size is not None:
             changed.gradient_accumulation_steps = 1

@@ -8,6 +8,9 @@ from allstep.report.ledger import LedgerStep
 
 __all__ = ["Evidence", "likely_cause"]
 
+_BEFORE_SUMS = (What.SAMPLES, What.INPUTS, What.WEIGHT, What.RATE)
+"""What no sum of floats takes part in."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -24,14 +27,14 @@ class Evidence:
 def likely_cause(difference: Difference, evidence: Evidence) -> str:
     """One or two sentences: the likely cause, and what to look at."""
     here, there = evidence.here, evidence.there
-    if here.threads != there.threads:
+    if here.threads != there.threads and difference.what not in _BEFORE_SUMS:
         return (
             f"CPU threads: a rank of one run has {here.threads}, of the other {there.threads}. Threads share out the sums "
             f"inside an operation, and so change their order. Run both with the same OMP_NUM_THREADS."
         )
     said = _CAUSES.get(difference.what, _of_step)(difference, evidence)
     differ = evidence.there.ranks_differ or evidence.here.ranks_differ
-    if differ and difference.what not in (What.SAMPLES, What.INPUTS):
+    if differ and difference.what not in _BEFORE_SUMS:
         said += f" In that step the ranks do not agree among themselves on: {', '.join(differ)}."
     return said
 

@@ -131,9 +131,14 @@ def _verify(script: Script, sizes: Sequence[int], steps: int, tolerance: float, 
 
 
 def _difference(first: Steps, other: Steps, tolerance: float, whose: str) -> Difference | None:
-    if first.keys() != other.keys():
-        raise NotVerified(f"The runs have other steps: the first 1 to {max(first)}, that on {whose} 1 to {max(other)}.")
-    return first_difference(first, other, tolerance)
+    difference = first_difference(first, other, tolerance)
+    if difference is None and first.keys() != other.keys():
+        raise NotVerified(
+            f"The first run has the steps 1 to {max(first)}, that on {whose} those from 1 to {max(other)}; as far as both go "
+            f"they are the same. Look for what ends training: max_steps or epochs that the script computes from the world "
+            f"size, or a callback that stops on some ranks."
+        )
+    return difference
 
 
 def _tell(difference: Difference, first: Steps, other: Steps, is_random: bool | None, here: str, there: str) -> None:
@@ -146,7 +151,10 @@ def _compare(here: Path, there: Path, tolerance: float) -> int:
     ours, theirs = (_ledger_of(folder) for folder in (here, there))
     both = steps_in_both(ours, theirs)
     if not both:
-        raise NotVerified(f"{here} and {there} have no step in common.")
+        raise NotVerified(
+            f"{here} has the steps {min(ours)} to {max(ours)}, {there} {min(theirs)} to {max(theirs)}: none in common to "
+            f"compare. Give two runs that overlap."
+        )
     difference = first_difference(ours, theirs, tolerance)
     if difference is None:
         click.echo(f"identical: steps {both[0]} to {both[-1]} ({len(both)}), as far as both ledgers tell")
@@ -158,14 +166,14 @@ def _compare(here: Path, there: Path, tolerance: float) -> int:
 def _replay(script: Script, recorded: Path, step: int, tolerance: float, folder: Path) -> int:
     ledger = _ledger_of(recorded)
     if step not in ledger:
-        raise NotVerified(f"{recorded} has no step {step}; its ledger holds {min(ledger)} to {max(ledger)}.")
+        raise NotVerified(f"{recorded} has no step {step}; its ledger holds {min(ledger)} to {max(ledger)}. Give one of these.")
     start = _checkpoint_before(recorded, step)
     where = "the start" if start is None else str(start)
     click.echo(f"allstep verify: step {step} of {recorded} in one process, from {where}")
     asked = Verification(
         output_dir=str(folder / "replay"),
         steps=step,
-        ranks=ledger[step].world_size,
+        micro_batches=ledger[step].world_size * ledger[step].block,
         resume_from=None if start is None else str(start),
     )
     steps = run_script(script, 1, asked, ledger[step].threads)
@@ -195,5 +203,7 @@ def _ledger_of(folder: Path) -> Steps:
     except FileNotFoundError as error:
         raise NotVerified(str(error)) from None
     if not steps:
-        raise NotVerified(f"The ledger in {folder} holds no step that all ranks have written.")
+        raise NotVerified(
+            f"The ledger in {folder} holds no step that all ranks have written: the run ended before its first one was done."
+        )
     return steps

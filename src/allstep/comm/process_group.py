@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from allstep.comm.communicator import let_go_of_groups
 from allstep.comm.shm import ShmProcessGroup
+from allstep.comm.watchdog import start_watchdog, stop_watchdog
 from allstep.environment import WorkerEnvironment
 from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
 
@@ -72,6 +73,7 @@ def join(
     timeout: timedelta = DEFAULT_TIMEOUT,
     use_cpu: bool = False,
     environment: WorkerEnvironment | None = None,
+    wait_warning: float = 60.0,
 ) -> World:
     """Join the job that this process was started for, once; with no launcher, or one process, there is nothing to join.
 
@@ -83,6 +85,7 @@ def join(
         timeout: for joining and for every collective of the group.
         use_cpu: keep off accelerators.
         environment: who this process is; None reads the launcher's variables.
+        wait_warning: seconds that a rank waits for others before a person is told who is late; 0: not before the timeout.
 
     Raises:
         LaunchVariablesError: the variables are half set, or give a rank a device or a port that cannot be.
@@ -104,6 +107,9 @@ def join(
         if environment.world_size > 1:
             _initialize(environment, backend, device, timeout)
             joined = True
+    if joined and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        start_watchdog(store, dist.get_rank(), dist.get_world_size(), warn_after=wait_warning)
     return World(
         rank=dist.get_rank() if joined else 0,
         size=dist.get_world_size() if joined else 1,
@@ -125,6 +131,7 @@ def _environment_of_default_group(environment: WorkerEnvironment) -> WorkerEnvir
 
 def leave() -> None:
     """Leave the default process group, if there is one. Called at exit by itself where `join` made the group."""
+    stop_watchdog()
     let_go_of_groups()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: the module that people wrap theirs in."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -324,6 +324,13 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         """
         self._check_divisor()
         self._reducer.weigh(weight, carried)
+
+    def raise_hand_if(self, has_hand_up: Callable[[], bool]) -> None:
+        """From now on, ask this in each reduction; `totals.hands` then says, on every rank alike, how many ranks said yes.
+
+        So one rank's wish, to stop for instance, becomes known to all at the same step, at no collective of its own.
+        """
+        self._reducer.has_hand_up = has_hand_up
 
     def begin_micro_batch(self, place: int) -> None:
         """The next forward and backward are of the micro-batch at `place` of this rank's window, counted from 0.

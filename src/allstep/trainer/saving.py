@@ -29,6 +29,8 @@ class Saver:
 
     def __init__(self, run: Run, checkpoints: CheckpointManager, processing_class: Any) -> None:
         self._run, self._checkpoints, self._processing_class = run, checkpoints, processing_class
+        self.newest: Path | None = None
+        """The checkpoint that was written last, or that the run has gone on from."""
         self._best_is_now = False  # the last evaluation was the best, and no checkpoint holds it yet
 
     def note(self, metrics: dict[str, float]) -> bool:
@@ -59,8 +61,8 @@ class Saver:
         if self._best_is_now and state.best_global_step == state.global_step:
             self._checkpoints.best = self._checkpoints.output_dir / f"checkpoint-{state.global_step}"
             state.best_model_checkpoint = str(self._checkpoints.best)
-        self._checkpoints.save(
-            self._train_state(),
+        self.newest = self._checkpoints.save(
+            self._train_state(whole=self._run.is_stopping or not self._run.args.save_only_model),
             global_step=state.global_step,
             epoch=state.epoch,
             global_batch_size=self._run.grid.global_batch_size,
@@ -75,11 +77,11 @@ class Saver:
             CheckpointError: no step of this run begins where that run stood.
             ReplicaError: the ranks do not hold the same afterwards.
         """
-        run, state = self._run, self._run.callbacks.state
+        run, state, self.newest = self._run, self._run.callbacks.state, folder
         # Generators are seeded for each micro-batch, so nothing depends on where they stood (test_resume_elsewhere.py).
-        wanted = dataclasses.replace(self._train_state(), with_generators=False)
+        wanted = dataclasses.replace(self._train_state(not self._run.args.save_only_model), with_generators=False)
         saved = TrainerState.from_dict(self._checkpoints.load(folder, wanted).trainer_state)
-        for name in ("epoch", "global_step", "log_history", "interval", "run"):
+        for name in ("epoch", "global_step", "log_history", "interval", "run", "skipped_steps"):
             setattr(state, name, getattr(saved, name))
         for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(state, name, getattr(saved, name))
@@ -116,9 +118,8 @@ class Saver:
         if best is not None:
             self._checkpoints.load(best, TrainState(model=self._run.bare_model, with_generators=False))
 
-    def _train_state(self) -> TrainState:
+    def _train_state(self, whole: bool) -> TrainState:
         run = self._run
-        whole = not run.args.save_only_model
         return TrainState(
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,

@@ -64,11 +64,11 @@ def _epoch(run: Run, saver: Saver) -> None:
         result = take_step_within_memory(run, epoch, step)
         HERE.enter("callbacks")
         _advance(run, result)
-        if is_due(run):
-            check_drift(run)
         run.callbacks.call("on_step_end")
         heed_signals(run)
         agree(run, STEP_EVENTS)
+        if is_due(run):
+            check_drift(run)
         _log_evaluate_save(run, saver, result)
         if run.callbacks.control.should_training_stop or run.callbacks.control.should_epoch_stop:
             break

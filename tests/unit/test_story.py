@@ -14,7 +14,9 @@ def works(rank: int, phase: str = "data", **more: object) -> Sighting:
 
 
 def test_a_rank_that_works_while_the_others_wait_is_late_and_its_place_is_told():
-    story = tell([waits(0), works(1, frames=("train.py:33 in __getitem__",)), waits(2, detail="bucket 1 of 2: a … b"), waits(3)])
+    story = tell(
+        [waits(0), works(1, frames=("train.py:33 in __getitem__",)), waits(2, detail="bucket 1 of 2: a … b"), waits(3)]
+    )
     assert story.late == (1,)
     assert str(story).splitlines() == [
         "Rank 1 is late; ranks 0 and 2-3 wait for it:",

@@ -41,15 +41,23 @@ class Watchdog:
         warn_after: seconds of a wait after which a person is told, and told again when it has doubled; 0: only of ranks
             that are lost.
         say: gets what a person should read; None prints it to stderr.
+        tick: seconds between two words of a rank.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, warn_after: float = 60.0, say: Callable[[str], None] | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        warn_after: float = 60.0,
+        say: Callable[[str], None] | None = None,
+        tick: float = TICK,
     ) -> None:
         self.warn_after = warn_after
         self._rank, self._size, self._say = rank, size, say or _to_stderr
         self._board = Board(store, rank, size)
-        self._tick = max(TICK, size / 64)  # rank 0 reads all words
+        self._tick = max(tick, size / 64)  # rank 0 reads all words
         self._heard: dict[int, tuple[int, float, dict[str, Any]]] = {}  # rank -> number of its word, when first seen, the word
         self._said_of: frozenset[int] = frozenset()
         self._warn_at = 0.0

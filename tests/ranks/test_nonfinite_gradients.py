@@ -1,5 +1,6 @@
 """Gradients that are not finite on one rank: told with rank, parameter and samples before the optimizer moves, or left out."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -69,10 +70,8 @@ def raised(rank, size, folder, clip):
 def weights_before(rank, size, folder, step):
     trainer = make(folder, Rows(60), "ignore", steps=15)
     trainer.add_callback(faults.fail(StopIteration(), rank=rank, step=step + 1))
-    try:
+    with contextlib.suppress(StopIteration, RuntimeError):
         trainer.train()
-    except (StopIteration, RuntimeError):
-        pass
     return digest(trainer.model.named_parameters())
 
 

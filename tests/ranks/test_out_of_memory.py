@@ -66,7 +66,7 @@ def test_without_the_argument_it_is_an_error_on_all_ranks(ranks, tmp_path):
 
 
 def test_other_errors_are_not_taken_for_it(ranks, tmp_path):
-    kinds, words, _ = zip(*ranks.run(train, tmp_path, 1, 2, True, KeyError), strict=True)
+    kinds, _, _ = zip(*ranks.run(train, tmp_path, 1, 2, True, KeyError), strict=True)
     assert kinds == ("RankFailedError", "KeyError")
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from allstep.checkpoint.manager import CheckpointManager, steps_to_remove
+from allstep.checkpoint.manager import CheckpointManager
+from allstep.checkpoint.retention import steps_to_remove
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.store import checkpoint_name
 from allstep.errors import CheckpointError

@@ -71,7 +71,10 @@ def refused(**kwargs: Any) -> str:
 
 # ---- names
 
-OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
+OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"} | {
+    "save_in_background",
+    "save_failure",
+}
 """Arguments that Hugging Face does not have."""
 
 
@@ -230,6 +233,8 @@ def test_every_problem_is_in_one_message() -> None:
         {"per_device_train_batch_size": True},
         {"per_device_eval_batch_size": -1},
         {"gradient_accumulation_steps": 0},
+        {"save_failure": "ignore"},
+        {"save_in_background": "true"},
         {"global_batch_size": 0},
         {"global_batch_size": 1.5},
         {"deterministic_reduction": "yes"},

@@ -31,6 +31,7 @@ def train(run: Run, saver: Saver) -> None:
         if run.position.step:  # a callback ended the epoch before its end
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
             _begin(run)
+    saver.finish()
     run.settle()
     run.callbacks.call("on_train_end")
 
@@ -75,6 +76,7 @@ def _advance(run: Run, result: StepResult) -> None:
 
 def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     """Do what callbacks asked for, in this order, so that a checkpoint holds what was logged and measured."""
+    saver.poll()
     control = run.callbacks.control
     if control.should_log:
         _log(run, result)
@@ -84,7 +86,6 @@ def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
         run.settle()
         with run.meter.paused():
             saver.save()
-        run.callbacks.call("on_save")
     control.should_log = control.should_evaluate = control.should_save = False
 
 

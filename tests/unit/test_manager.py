@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from allstep.checkpoint.manager import CheckpointManager
-from allstep.checkpoint.retention import steps_to_remove
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.store import checkpoint_name
 from allstep.errors import CheckpointError
@@ -246,27 +243,6 @@ def test_nothing_is_deleted_while_a_rank_reads(tmp_path: Path) -> None:
     assert on_threads(2, body) == [None, None]
     assert seen == [True]
     assert steps(tmp_path) == [20]
-
-
-@given(
-    st.sets(st.integers(1, 50)),
-    st.integers(1, 50),
-    st.one_of(st.none(), st.integers(-1, 6)),
-    st.sets(st.integers(1, 50), max_size=1),
-)
-def test_retention_keeps_what_it_must(there: set[int], current: int, limit: int | None, best: set[int]) -> None:
-    there = there | {current}
-    removed = steps_to_remove(there, current, limit, best)
-    left = there - set(removed)
-    assert set(removed) <= there
-    assert {current} | (best & there) | {step for step in there if step > current} <= left
-    if limit is None or limit <= 0:
-        assert not removed
-        return
-    past = {step for step in left if step <= current}
-    assert len(past) <= max(limit, len({current} | (best & past)))
-    assert not removed or len(past) >= limit, "no more is deleted than has to be"
-    assert all(step > old for old in removed for step in past - best), "the oldest go first"
 
 
 def test_preparing_makes_the_folder_and_leaves_no_trace_in_it(tmp_path: Path) -> None:

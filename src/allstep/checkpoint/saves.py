@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ class Save:
             f"Older checkpoints in {store.output_dir} are untouched; resume_from_checkpoint=True goes on from the newest."
         )
         self._given_up = threading.Event()
+        self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[Entries] | None = None
         self._staging: Path = self._votes.on_first(lambda: store.stage(self.step), f"begin {self._name}", self._advice)
         if in_background:
-            self._writing = self._begin_writing()
+            self._begin_writing()
 
     @property
     def is_written(self) -> bool:
@@ -77,11 +78,11 @@ class Save:
     def abandon(self) -> None:
         """Not collective. Stop writing after the file at hand, and leave no debris."""
         self._given_up.set()
-        if self._writing is not None:
-            wait([self._writing])
+        if self._pool is not None:
+            self._pool.shutdown()
         self._discard()
 
-    def _begin_writing(self) -> "Future[Entries]":
+    def _begin_writing(self) -> None:
         copies: dict[str, WriteFiles] = {}
 
         def copy() -> None:
@@ -92,13 +93,12 @@ class Save:
         except BaseException:
             self._discard()
             raise
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"allstep-{self._name}")
-        writing = pool.submit(self._write, copies)
-        pool.shutdown(wait=False)  # its thread ends with the writing
-        return writing
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"allstep-{self._name}")
+        self._writing = self._pool.submit(self._write, copies)
 
     def _written(self) -> Entries:
-        if self._writing is not None:
+        if self._pool is not None and self._writing is not None:
+            self._pool.shutdown()  # waits, and its thread ends
             return self._writing.result()
         return self._write(live_files(self._state, self._ranks.rank, self._ranks.size))
 

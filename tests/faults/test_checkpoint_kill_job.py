@@ -18,8 +18,8 @@ from allstep.checkpoint.store import CheckpointStore, step_of
 SCRIPT = """
 import os, sys
 from allstep import Trainer, TrainerCallback, TrainingArguments
-from allstep.checkpoint.store import CheckpointStore
 from allstep.comm.agreement import digest
+from allstep.testing.disk import acting_on_disk
 from allstep.testing.models import Noisy, RegressionNet
 
 def train(out, steps, in_background, ranks, tell):
@@ -49,9 +49,8 @@ def train(out, steps, in_background, ranks, tell):
 if __name__ == "__main__":
     out, steps, how, pipe = sys.argv[1], int(sys.argv[2]), sys.argv[3], os.open(sys.argv[4], os.O_WRONLY)
     tell = lambda event: os.write(pipe, f"{event}\\n".encode())
-    made = CheckpointStore.__init__
-    CheckpointStore.__init__ = lambda self, folder, hook: made(self, folder, lambda action, path: tell(f"disk {action}"))
-    print("DIGEST", train(out, steps, how == "beside", 2, tell))
+    with acting_on_disk(lambda action, path: tell(f"disk {action}")):
+        print("DIGEST", train(out, steps, how == "beside", 2, tell))
 """
 
 DEADLINE = 120.0
@@ -187,4 +186,7 @@ def test_a_job_that_is_killed_thirty_times_in_a_row_ends_as_one_that_was_never_s
     history = kill_again_and_again(jobs, 240, kills)
     assert sum(last.startswith("disk") for _, last in history) > 5, "most of them in the middle of a save"
     assert jobs.to_the_end("out", 240, "beside") == jobs.to_the_end("whole", 240, "waiting")
-    assert sorted(path.name for path in (jobs.folder / "out").iterdir() if path.is_dir()) == ["checkpoint-237", "checkpoint-240"]
+    assert sorted(path.name for path in (jobs.folder / "out").iterdir() if path.is_dir()) == [
+        "checkpoint-237",
+        "checkpoint-240",
+    ]

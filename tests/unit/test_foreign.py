@@ -119,7 +119,6 @@ def test_an_optimizer_in_torchs_older_format_is_read_after_its_line(tmp_path: Pa
     load(path)
 
 
-
 def test_an_optimizer_with_objects_beside_its_state_is_read_after_its_line(tmp_path: Path) -> None:
     path = foreign_folder(tmp_path)
     saved = torch.load(path / "optimizer.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""Names of tensors: without what wrappers add when they are written, and with it, where it is clear what is meant, when read."""
+"""Names of tensors: without what wrappers add when written, and with it, where it is clear what is meant, when read."""
 
 from pathlib import Path
 

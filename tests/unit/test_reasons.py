@@ -14,17 +14,20 @@ def full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_the_systems_refusal_is_found_behind_other_errors() -> None:
+def refused_behind() -> None:
     try:
-        try:
-            raise full()
-        except OSError:
-            raise RuntimeError("unexpected pos 640 vs 534")  # noqa: B904 - as torch does it
-    except RuntimeError as error:
-        found = system_error(error)
-        assert found is not None
-        assert found.errno == errno.ENOSPC
-        assert reason(error) == "No space left on device"
+        raise full()
+    except OSError:
+        raise RuntimeError("unexpected pos 640 vs 534")  # noqa: B904 - as torch does it
+
+
+def test_the_systems_refusal_is_found_behind_other_errors() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        refused_behind()
+    found = system_error(raised.value)
+    assert found is not None
+    assert found.errno == errno.ENOSPC
+    assert reason(raised.value) == "No space left on device"
 
 
 def test_so_it_is_in_errors_of_the_code_that_writes_tensors(tmp_path: Path) -> None:

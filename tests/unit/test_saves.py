@@ -76,7 +76,11 @@ class Run:
     @property
     def state(self) -> TrainState:
         return TrainState(
-            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, trainer_state=self.record, training_args={"a": 1}
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            trainer_state=self.record,
+            training_args={"a": 1},
         )
 
 

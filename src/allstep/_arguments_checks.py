@@ -173,6 +173,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("dataloader_split_streams",), *_one_of("samples", "shards")),
     (("logging_strategy", "eval_strategy"), *_one_of("no", "steps", "epoch")),
     (("save_strategy",), *_one_of("no", "steps", "epoch", "best")),
+    (("save_failure",), *_one_of("continue", "stop")),
     (
         _DICTIONARIES,
         _or_none(lambda value: isinstance(value, dict)),
@@ -255,6 +256,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             "prediction_loss_only",
             "batch_eval_metrics",
             "save_only_model",
+            "save_in_background",
             "load_best_model_at_end",
             "ledger",
             "dataloader_drop_last",

@@ -59,7 +59,8 @@ class TrainingArguments:
     do_predict: bool = False
     """For the script to read: whether to predict. Trainer does not look at it."""
     resume_from_checkpoint: str | None = None
-    """For the script to read: a checkpoint folder to hand to `Trainer.train(resume_from_checkpoint=...)`."""
+    """For the script to read: what to hand to `Trainer.train(resume_from_checkpoint=...)`: a checkpoint folder, "true" for the
+    newest whole one, "auto" for that or the beginning, "false"."""
 
     # ---- how much
     per_device_train_batch_size: int = 8
@@ -209,6 +210,13 @@ class TrainingArguments:
     """Checkpoints to keep; the oldest go first, never the newest and the best. None: all."""
     save_only_model: bool = False
     """Save no optimizer, schedule and random state: smaller, but training cannot be resumed from it."""
+    save_in_background: bool = False
+    """Copy what is to be saved into the host's memory, and write it while training goes on; `on_save` comes some steps later.
+    It takes memory for one more model and optimizer on rank 0. False: training waits, and `on_save` finds the checkpoint of
+    its own step, as callbacks of Hugging Face's expect."""
+    save_failure: str = "continue"
+    """When the disk refuses a checkpoint (full, a quota, read-only): "continue" warns, keeps training, and says so again at
+    the end of the run; "stop" is an error on every rank. A folder that cannot be written before training is always an error."""
     load_best_model_at_end: bool = False
     """Load the best checkpoint when training ends. Needs checkpoints at evaluated steps."""
     metric_for_best_model: str | None = None

@@ -83,3 +83,6 @@ class CollectiveError(AllstepError, RuntimeError):
 
 class CheckpointError(AllstepError, RuntimeError):
     """A checkpoint could not be written, or what is on disk is not whole."""
+
+    by_file_system = False
+    """True where a save failed on every rank because a file system refused: a full disk, a quota, a read-only folder."""

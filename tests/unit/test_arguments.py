@@ -73,6 +73,7 @@ def refused(**kwargs: Any) -> str:
 
 OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
 OURS |= {"ddp_wait_warning", "ddp_drift_check_steps", "ddp_drift_action", "nonfinite_gradients"}
+OURS |= {"save_in_background", "save_failure"}
 """Arguments that Hugging Face does not have."""
 
 
@@ -231,6 +232,8 @@ def test_every_problem_is_in_one_message() -> None:
         {"per_device_train_batch_size": True},
         {"per_device_eval_batch_size": -1},
         {"gradient_accumulation_steps": 0},
+        {"save_failure": "ignore"},
+        {"save_in_background": "true"},
         {"global_batch_size": 0},
         {"global_batch_size": 1.5},
         {"deterministic_reduction": "yes"},

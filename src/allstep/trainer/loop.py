@@ -37,6 +37,7 @@ def train(run: Run, saver: Saver) -> None:
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
             _begin(run)
     HERE.enter("the end of training")
+    saver.finish()
     run.settle()
     run.callbacks.call("on_train_end")
 
@@ -93,6 +94,8 @@ def _advance(run: Run, result: StepResult) -> None:
 
 def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     """Do what callbacks asked for, in this order, so that a checkpoint holds what was logged and measured."""
+    if saver.poll():
+        agree(run, ["on_save"])
     control = run.callbacks.control
     if control.should_log:
         _log(run, result)
@@ -113,7 +116,6 @@ def save(run: Run, saver: Saver) -> None:
     with run.meter.paused(), HERE.within("save"):
         check_drift(run)  # weights that differ are worth no checkpoint
         saver.save()
-    run.callbacks.call("on_save")
 
 
 def _log(run: Run, result: StepResult) -> None:

@@ -66,6 +66,9 @@ def stop(run: Run, saver: Saver, request: StopRequest, say: Callable[[str], None
     """
     if saver.newest is None or step_of(saver.newest) != run.callbacks.state.global_step:
         save(run, saver)
+    saver.finish()
+    if (words := saver.last_words()) is not None:
+        say(words)
     say(_announcement(run, request, saver.newest))
     raise SystemExit(EXIT_CODE)
 

@@ -146,7 +146,8 @@ class Trainer:
         """Collective. Train to the end and return the mean loss and the numbers of the run.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder, or True for the newest whole one in `output_dir`.
+            resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
+                or the beginning. "true" and "false" are True and False.
 
         Raises:
             DataError: there is nothing to train on.
@@ -175,8 +176,11 @@ class Trainer:
             if self.args.load_best_model_at_end:
                 saver.load_best()
             output = self._finish(run, first_step, time.perf_counter() - began)
+            if (words := saver.last_words()) is not None:
+                self.sinks.message(words)
         finally:
             self._is_training = False
+            saver.abandon()
             run.feeds.close()
             run.model.release()
             self.sinks.close()
@@ -189,7 +193,7 @@ class Trainer:
     def _make_run(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
         args, size = self.args, self.communicator.size
-        checkpoints = CheckpointManager(self._output_dir, self.communicator, args.save_total_limit)
+        checkpoints = CheckpointManager(self._output_dir, self.communicator, args.save_total_limit, say=self.sinks.message)
         folder = checkpoints.resolve(resume_from_checkpoint)
         grid = make_grid(
             args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)

@@ -4,9 +4,9 @@ import os
 import time
 import uuid
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from allstep.comm.communicator import GroupCommunicator
@@ -137,7 +137,7 @@ def test_short_waits_are_no_news(ranks):
 def broken(rank, size, name):
     """Rank 1 never comes; the group of this test has a timeout of its own."""
     backend = "shm" if dist.get_backend() == "shm" else "gloo"
-    group = dist.new_group(backend=backend, timeout=torch.distributed.constants.timedelta(seconds=3))
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=1.5))
     communicator, table = GroupCommunicator(group), Table(name)
     HERE.forget()
     start_watchdog(dist.PrefixStore(f"own/{name}", dist.distributed_c10d._get_default_store()), rank, size, warn_after=0)
@@ -207,3 +207,25 @@ def leave(rank, size, name, who):
     HERE.forget()
     assert story.late == (who,)
     return sighted.left
+
+
+def slow_data(rank, size, name):
+    """Steps of which rank 1 spends most in its data, until rank 0 has said so."""
+    communicator = GroupCommunicator()
+    with watched(rank, size, name, warn_after=0) as said:
+        for HERE.step in range(1, 2000):
+            HERE.enter("data")
+            if rank == 1:
+                time.sleep(0.05)  # the fault itself
+            HERE.enter("backward")
+            if any(communicator.all_gather_object(bool(said))):
+                break
+            HERE.enter("")
+    return said
+
+
+def test_a_rank_that_is_slow_in_every_step_is_named_with_the_phase(ranks):
+    said, nothing = ranks.run(slow_data, uuid.uuid4().hex)
+    assert nothing == []
+    assert said[0].startswith("allstep: Rank 1 holds up the others, who wait ")
+    assert ": data takes 0.05 s a step there" in said[0] or ": data takes 5" in said[0]

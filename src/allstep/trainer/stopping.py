@@ -1,5 +1,7 @@
 """A run that is asked to stop: SIGTERM or SIGUSR1 on any rank, one step that all agree on, one complete checkpoint.
 
+And a run that goes on because its launcher started it again.
+
 The launcher learns of it by the rank's stop file: first that the signal was heard, then how far the run came.
 """
 
@@ -18,7 +20,7 @@ from allstep.trainer.loop import save
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
 
-__all__ = ["EXIT_CODE", "StopRequest", "stop"]
+__all__ = ["EXIT_CODE", "StopRequest", "restarts", "stop"]
 
 EXIT_CODE = 128 + signal.SIGTERM
 """Of every rank of a run that stopped on request, whatever the signal was."""
@@ -56,6 +58,11 @@ class StopRequest:
         if self.signal is None:
             self.signal = number
             _tell_launcher({"signal": number})
+
+
+def restarts() -> int:
+    """How often the launcher has started this job again, by the variables of `allstep launch` or torchrun."""
+    return int(os.environ.get("ALLSTEP_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def stop(run: Run, saver: Saver, request: StopRequest, say: Callable[[str], None]) -> NoReturn:

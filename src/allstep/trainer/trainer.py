@@ -52,7 +52,7 @@ from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.schedulers import make_scheduler
 from allstep.trainer.state import TrainerControl, TrainerState
-from allstep.trainer.stopping import StopRequest, stop
+from allstep.trainer.stopping import StopRequest, restarts, stop
 from allstep.trainer.verification import StopAfter, Verification
 
 __all__ = ["TrainOutput", "Trainer"]
@@ -147,7 +147,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
-                or the beginning. "true" and "false" are True and False.
+                or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
+                failure goes on as with "auto" where this is None or False.
 
         Raises:
             DataError: there is nothing to train on.
@@ -158,6 +159,8 @@ class Trainer:
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
+        elif restarts() > 0 and not resume_from_checkpoint:
+            resume_from_checkpoint = "auto"  # what the script says is for the first time
         if self._model_init is not None:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)

@@ -44,12 +44,16 @@ class Place:
         """Says more about what is waited for, such as the bucket; asked for only when a wait is long."""
         self.waited = 0.0
         """Seconds spent in waits that are over."""
+        self.spent: dict[str, float] = {}
+        """Seconds in each phase that is over, waits included."""
         self.left = ""
         """Why this rank comes to no further collective: it has finished, failed, or left; empty while it takes part."""
 
     def enter(self, phase: str) -> None:
         """This rank begins with something else."""
-        self.phase, self.phase_since = phase, time.monotonic()
+        now = time.monotonic()
+        self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.phase_since
+        self.phase, self.phase_since = phase, now
 
     @contextmanager
     def within(self, phase: str) -> Any:
@@ -76,6 +80,8 @@ class Place:
             "waiting": waiting,
             "waited": now - self.waiting_since if waiting is not None else 0.0,
             "detail": "",
+            "waits": self.waited,
+            "spent": dict(self.spent),
             "left": self.left,
             "frames": user_frames_of(threading.main_thread().ident),
         }

@@ -16,6 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from allstep.comm.watchdog.board import Board, process_state
+from allstep.comm.watchdog.pace import Pace, held_up
 from allstep.comm.watchdog.place import HERE
 from allstep.comm.watchdog.story import Sighting, Story, tell
 from allstep.errors import CollectiveError
@@ -61,6 +62,9 @@ class Watchdog:
         self._heard: dict[int, tuple[int, float, dict[str, Any]]] = {}  # rank -> number of its word, when first seen, the word
         self._said_of: frozenset[int] = frozenset()
         self._warn_at = 0.0
+        self._paces: list[Pace] = []  # of all ranks, when they were last compared
+        self._slow: tuple[int, ...] = ()  # who held up the others then
+        self._slow_told: tuple[int, ...] = ()
         self._wake, self._news = threading.Event(), threading.Condition()
         self._is_over, self._wanted, self._listened_at = False, 0, 0.0
         self.busy = threading.Lock()
@@ -147,6 +151,7 @@ class Watchdog:
         if self._rank == 0 or own["waited"] > LOOK_AFTER or self._wanted or not self._knows_all:
             self._listen()
             self._speak()
+            self._compare_paces()
 
     def _is_keeper_lost(self) -> bool:
         """Whether the kernel says that rank 0, which keeps the store, cannot answer."""
@@ -179,6 +184,23 @@ class Watchdog:
             return
         self._said_of, self._warn_at = lost, 2 * longest
         self._say(f"allstep: {longest:.0f} s of waiting. {tell(sightings)}")
+
+    def _compare_paces(self) -> None:
+        """On rank 0, where all take part in training: tell a person of ranks that hold up the others, once each time."""
+        if self._rank != 0 or not self._knows_all:
+            return
+        words = [self._heard[rank][2] for rank in range(self._size)]
+        paces = [Pace(word["step"], word["waits"], word["spent"]) for word in words if word["step"] is not None]
+        if len(paces) < self._size or len(self._paces) < self._size:
+            self._paces = paces
+            return
+        judged = held_up(self._paces, paces)
+        if judged is not None:
+            slow, sentence = judged
+            if slow and slow == self._slow != self._slow_told:  # twice in a row
+                self._slow_told = slow
+                self._say(f"allstep: {sentence}")
+            self._paces, self._slow = paces, slow
 
 
 def _sighting(rank: int, heard: tuple[int, float, Mapping[str, Any]] | None, now: float) -> Sighting:

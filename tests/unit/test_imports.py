@@ -12,6 +12,7 @@ LEVELS = {
     "argument_parser": 0,
     "errors": 0,
     "environment": 0,
+    "devices": 0,
     "launchers": 0,
     "comm": 1,
     "launch": 1,

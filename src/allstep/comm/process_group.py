@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from allstep.comm.communicator import let_go_of_groups
 from allstep.comm.shm import ShmProcessGroup
+from allstep.devices import KINDS, native_backends
 from allstep.environment import WorkerEnvironment
 from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
 
@@ -29,10 +30,10 @@ __all__ = [
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 """For joining and for every collective, where nobody says otherwise."""
 
-NATIVE_BACKEND = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl", "cpu": "gloo"}
+NATIVE_BACKEND = native_backends()
 """The backend made for each kind of device; on the CPU it is shm where all ranks are on one host."""
 
-KNOWN_BACKENDS = ("gloo", "shm", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "ucc")
+KNOWN_BACKENDS = ("gloo", "shm", *(kind.backend for kind in KINDS if kind.name != "cpu"), "mpi", "ucc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ def choose_backend(asked: str | None, device_type: str, *, one_host: bool = Fals
         reason = (
             f"it needs a device of type {needs!r}, and this machine shows none"
             if needs not in (None, "cpu") and dist.is_backend_available(name)
-            else "this torch was built without it, or no imported package registered it"
+            else f"this torch was built without it, or no imported package registered it{_bringer(name)}"
         )
         raise BackendError(
             f"ddp_backend={name!r} cannot be used here: {reason}. Backends that are here: "
@@ -196,6 +197,12 @@ def choose_backend(asked: str | None, device_type: str, *, one_host: bool = Fals
 
 def _device_of(backend: str) -> str | None:
     return "cpu" if backend == "shm" else next((device for device, name in NATIVE_BACKEND.items() if name == backend), None)
+
+
+def _bringer(backend: str) -> str:
+    """The package that registers `backend`, in brackets, where that is not torch."""
+    package = next((kind.package for kind in KINDS if kind.backend == backend and kind.package != "torch"), None)
+    return f" (it comes with {package})" if package else ""
 
 
 def _is_available(backend: str) -> bool:

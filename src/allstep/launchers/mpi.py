@@ -122,9 +122,7 @@ def _local(words: _Words, variables: Mapping[str, str], size: int) -> tuple[int,
     return whole_number(rank, variables, default=0), whole_number(count, variables, default=1)
 
 
-def _port(
-    words: _Words, variables: Mapping[str, str], ancestor: Callable[[str], int | None], one_host: bool
-) -> int:
+def _port(words: _Words, variables: Mapping[str, str], ancestor: Callable[[str], int | None], one_host: bool) -> int:
     """The port that follows from the job; 0 where nothing names it on all ranks alike."""
     job = next((variables[name] for name in words.job if variables.get(name)), None)
     if job is not None:

@@ -98,7 +98,9 @@ def _tasks_of(node: int, nodes: int, size: int, variables: Mapping[str, str]) ->
 
 
 def _port(variables: Mapping[str, str]) -> int:
-    job = whole_number(next((name for name in ("SLURM_JOB_ID", "SLURM_JOBID") if variables.get(name)), ""), variables, default=0)
+    job = whole_number(
+        next((name for name in ("SLURM_JOB_ID", "SLURM_JOBID") if variables.get(name)), ""), variables, default=0
+    )
     return port_of(job + _STEPS_APART * whole_number("SLURM_STEP_ID", variables))
 
 

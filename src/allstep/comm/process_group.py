@@ -15,6 +15,7 @@ from allstep.comm.shm import ShmProcessGroup
 from allstep.devices import KINDS, native_backends
 from allstep.environment import WorkerEnvironment
 from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
+from allstep.launchers.undistributed import check_alone
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -86,12 +87,16 @@ def join(
         environment: who this process is; None reads the launcher's variables.
 
     Raises:
-        LaunchVariablesError: the variables are half set, or give a rank a device or a port that cannot be.
+        LaunchVariablesError: the variables are half set or contradict one another, give a rank a device or a port that cannot
+            be, or this process is alone where `accelerate launch` was asked for several.
         BackendError: `backend` is not there, in this torch or on this machine.
         CollectiveError: the other ranks did not come within `timeout`.
     """
-    environment = environment or WorkerEnvironment.from_variables(os.environ)
     joined = dist.is_available() and dist.is_initialized()
+    if environment is None:
+        environment = WorkerEnvironment.from_variables(os.environ)
+        if not joined:
+            check_alone(environment, os.environ)
     if joined and not environment.is_launched:
         environment = _environment_of_default_group(environment)
     device = choose_device(environment, use_cpu=use_cpu or environment.use_cpu)

@@ -21,6 +21,7 @@ LEVELS = {
     "ddp": 2,
     "report": 2,
     "trainer": 3,
+    "notebook": 3,
     "cli": 4,
     "__main__": 5,
     "testing": 6,

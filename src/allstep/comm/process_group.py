@@ -24,6 +24,7 @@ __all__ = [
     "backend_in_use",
     "choose_backend",
     "choose_device",
+    "is_joined",
     "join",
     "leave",
 ]
@@ -92,7 +93,7 @@ def join(
         BackendError: `backend` is not there, in this torch or on this machine.
         CollectiveError: the other ranks did not come within `timeout`.
     """
-    joined = dist.is_available() and dist.is_initialized()
+    joined = is_joined()
     if environment is None:
         environment = WorkerEnvironment.from_variables(os.environ)
         if not joined:
@@ -129,10 +130,15 @@ def _environment_of_default_group(environment: WorkerEnvironment) -> WorkerEnvir
     return replace(environment, rank=rank, world_size=size, local_rank=rank % devices, local_world_size=min(size, devices))
 
 
+def is_joined() -> bool:
+    """Whether this process has a default process group, by `join` or by its own call of torch."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def leave() -> None:
     """Leave the default process group, if there is one. Called at exit by itself where `join` made the group."""
     let_go_of_groups()
-    if dist.is_available() and dist.is_initialized():
+    if is_joined():
         dist.destroy_process_group()
 
 

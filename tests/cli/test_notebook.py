@@ -66,62 +66,49 @@ USED = """
 """After this a copy of the process hangs where it computes with two threads."""
 
 
-def test_after_threads_were_used_ranks_have_one_and_a_line_says_so(notebook):
-    end, said = notebook(RUN, TRAIN, USED, "allstep.notebook_launcher(train, (1,), 2, use_port='0')", OMP_NUM_THREADS="2")
+def test_after_threads_were_used_ranks_have_one_or_are_new_processes_where_the_function_can_be_sent(notebook, tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(RUN.replace("said-", "sent-") + TRAIN))
+    calls = (
+        "allstep.notebook_launcher(train, (1,), 2, use_port='0')\nimport mine\nallstep.notebook_launcher(mine.train, (2,), 2)"
+    )
+    end, copies = notebook(RUN, TRAIN, USED, calls, OMP_NUM_THREADS="2", PYTHONPATH=".")
     assert end.returncode == 0, end.stderr
-    assert [(each["total"], each["threads"]) for each in said] == [(3.0, 1), (3.0, 1)]
-    assert "one thread each instead of 2, with which it hangs in its first computation" in end.stderr
+    assert [(each["total"], each["threads"]) for each in copies] == [(3.0, 1), (3.0, 1)]
+    new = [json.loads((tmp_path / f"sent-{rank}").read_text()) for rank in range(2)]
+    assert [(each["total"], each["threads"]) for each in new] == [(6.0, 2), (6.0, 2)]
+    assert end.stderr.count("one thread each instead of 2, with which it hangs in its first computation") == 1
     assert "train is defined in the notebook, from which a new process cannot import" in end.stderr
     assert "pip install cloudpickle" in end.stderr
 
 
-def test_a_function_that_can_be_imported_runs_in_new_processes_then(notebook, tmp_path):
-    (tmp_path / "mine.py").write_text(textwrap.dedent(RUN + TRAIN))
-    call = "from mine import train\nallstep.notebook_launcher(train, (1,), 2)"
-    end, said = notebook("import torch, allstep", USED, call, OMP_NUM_THREADS="2", PYTHONPATH=".")
-    assert end.returncode == 0, end.stderr
-    assert [(each["total"], each["threads"]) for each in said] == [(3.0, 2), (3.0, 2)]
-    assert end.stderr == ""
-
-
-def test_the_error_of_a_rank_is_raised_with_its_number_and_traceback(notebook):
+def test_a_failing_rank_is_named_with_its_traceback_or_its_signal_and_none_is_left(notebook):
     fails = """
-        def fails():
-            allstep.join()
-            if os.environ["RANK"] == "1":
-                raise ValueError("bad row")
-            torch.distributed.all_reduce(torch.ones(1))
-
-        try:
-            allstep.notebook_launcher(fails, num_processes=2)
-        except allstep.errors.RankFailedError as error:
-            say(text=str(error), left=[line for line in open("/proc/self/task/%d/children" % os.getpid())])
-    """
-    end, (said,) = notebook(RUN, "import allstep.errors", fails)
-    assert end.returncode == 0, end.stderr
-    assert said["text"].startswith("Rank 1 of 2 failed first: ValueError: bad row\n\nTraceback (most recent call last):")
-    assert "in fails" in said["text"]
-    assert said["left"] in ([], [""])
-
-
-def test_a_rank_that_was_killed_is_named(notebook):
-    killed = """
         import signal
 
-        def killed():
+        def fails(how):
             allstep.join()
+            if os.environ["RANK"] == "1" and how == "raise":
+                raise ValueError("bad row")
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
             torch.distributed.all_reduce(torch.ones(1))
 
-        try:
-            allstep.notebook_launcher(killed, num_processes=2)
-        except allstep.errors.RankFailedError as error:
-            say(text=str(error))
+        texts = []
+        for how in ("raise", "kill"):
+            try:
+                allstep.notebook_launcher(fails, (how,), num_processes=2)
+            except allstep.errors.RankFailedError as error:
+                texts.append(str(error))
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            say(texts=texts, left=file.read())
     """
-    end, (said,) = notebook(RUN, "import allstep.errors", killed)
+    end, (said,) = notebook(RUN, "import allstep.errors", fails)
     assert end.returncode == 0, end.stderr
-    assert "Rank 1 of 2 was killed by signal 9 (SIGKILL)" in said["text"]
+    raised, killed = said["texts"]
+    assert raised.startswith("Rank 1 of 2 failed first: ValueError: bad row\n\nTraceback (most recent call last):")
+    assert "in fails" in raised
+    assert "Rank 1 of 2 was killed by signal 9 (SIGKILL)" in killed
+    assert said["left"] == ""
 
 
 def test_one_rank_is_called_here():

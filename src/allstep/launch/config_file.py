@@ -3,7 +3,6 @@
 Keys that would change what is trained, in ways that are not there here, are refused; others that are not known are named.
 """
 
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,10 @@ from allstep.errors import ArgumentsError
 from allstep.launch.foreign import refusal
 from allstep.launch.settings import SETTINGS, Plain
 
-__all__ = ["check_keys", "read_config_file"]
+__all__ = ["CONFIG_FILE", "check_keys", "read_config_file"]
+
+CONFIG_FILE = "ALLSTEP_CONFIG_FILE"
+"""Environment variable: a file to read where no --config_file is given."""
 
 _KNOWN = {word for setting in SETTINGS for word in setting.words}
 
@@ -91,6 +93,8 @@ def _parsed(path: str, text: str) -> Any:
             return json.loads(text)
         except ValueError as error:
             raise ArgumentsError(f"The configuration file {path} is no JSON: {error}.") from None
+    import importlib  # nothing of this is needed where there is no file
+
     try:
         yaml = importlib.import_module("yaml")
     except ModuleNotFoundError:

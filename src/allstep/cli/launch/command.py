@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 import click
 
+from allstep.cli.launch.describe import described
 from allstep.cli.launch.options import LaunchCommand, setting_options
 from allstep.devices import kind_here
 from allstep.errors import AllstepError
+from allstep.launch.config_file import CONFIG_FILE, read_config_file
 from allstep.launch.foreign import WITHOUT_EFFECT
 from allstep.launch.plan import (
     Machine,
@@ -16,19 +18,14 @@ from allstep.launch.plan import (
     elastic_command,
     elastic_variables,
     is_elastic,
-    machines_of,
-    ranks_here,
     spec_of,
     variables_of,
 )
-from allstep.launch.settings import DEFAULT, SETTINGS, Plain, Value, resolve
+from allstep.launch.settings import DEFAULT, Plain, Value, resolve
 from allstep.launch.spec import cores_available, visible_gpus
 from allstep.launch.variables import glibc_version
 
 __all__ = ["launch"]
-
-CONFIG_FILE = "ALLSTEP_CONFIG_FILE"
-"""Environment variable: a file to read where no --config_file is given."""
 
 
 def _underscored(name: str) -> str:
@@ -82,7 +79,7 @@ def launch(
         machine = Machine(gpus=visible_gpus({**os.environ, **variables_of(resolved, kind)}), cores=cores_available())
         _tell_without_effect(flags)
         if print_config:
-            click.echo("\n".join(_described(resolved, machine)))
+            click.echo(_table(described(resolved, machine)))
             return
         if script is None:
             raise click.MissingParameter(param_type="argument", param_hint="'SCRIPT'")
@@ -112,8 +109,6 @@ def _from_file(path: str | None) -> tuple[dict[str, Plain], str]:
     """The settings of the configuration file and its name, as far as there is one."""
     if path is None:
         return {}, "file"
-    from allstep.launch.config_file import read_config_file
-
     settings, unknown = read_config_file(path)
     if unknown:
         click.echo(f"allstep: {path} has keys that mean nothing here: {', '.join(unknown)}", err=True)
@@ -142,17 +137,9 @@ def _tell_default(resolved: Mapping[str, Value], machine: Machine) -> None:
     )
 
 
-def _described(resolved: Mapping[str, Value], machine: Machine) -> list[str]:
-    """Every setting that has a value, with its origin, and what follows from them on this machine."""
-    rows = [(name, str(resolved[name].value), resolved[name].origin) for name in (setting.name for setting in SETTINGS)]
-    rows = [row for row in rows if row[1] != "None"]
-    fewest, most = machines_of(resolved)
-    here = ranks_here(resolved, machine)
-    ranks = f"{here * most}" if fewest == most else f"{here * fewest} to {here * most}"
-    rows.append(("ranks here", str(here), f"{machine.gpus} GPUs in sight, {machine.cores} cores"))
-    rows.append(("ranks", ranks, "torch's elastic agent starts them" if is_elastic(resolved) else "this launcher starts them"))
+def _table(rows: list[tuple[str, str, str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows]
+    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows)
 
 
 def _find(program: Program) -> None:

@@ -50,7 +50,7 @@ def launch(
         ValueError: this is not the main thread.
     """
     started_at = time.time()
-    variables, say = os.environ if variables is None else variables, say or _to_stderr
+    variables, say = {**(os.environ if variables is None else variables), **dict(spec.env)}, say or _to_stderr
     processes: list[subprocess.Popen[bytes]] = []
     with HeldPort(spec.main_process_port) as held, Signals() as signals, _orphans_adopted():
         files = RankFiles(spec.log_dir)

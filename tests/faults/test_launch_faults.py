@@ -172,7 +172,8 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(launch, killed):
     assert status == 128 + signal.SIGKILL
     first, *rest = last_lines(errors)
     assert f"rank {killed} of 2 failed first" in first
-    assert "killed by signal 9 (SIGKILL): perhaps the system ran out of memory" in first
+    assert "killed by signal 9 (SIGKILL): " in first
+    assert "the launcher did not send it" in first
     assert f"rank {1 - killed} was stopped because of it" in rest
     assert job.marked() == []
 

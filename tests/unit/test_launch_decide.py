@@ -5,24 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allstep.launch.decide import (
-    GIVE_UP,
-    SETTLE,
-    Finish,
-    Forward,
-    JobState,
-    Kill,
-    Outcome,
-    RankState,
-    Request,
-    Stop,
-    Wait,
-    decide,
-    first_failure,
-    interrupted_by,
-    outcome,
-)
+from allstep.launch.decide import GIVE_UP, Finish, Forward, Kill, Stop, Wait, decide
+from allstep.launch.job import JobState, RankState, Request
 from allstep.launch.record import FailureRecord
+from allstep.launch.verdict import SETTLE, Outcome, first_failure, interrupted_by, outcome
 
 GRACE = 5.0
 
@@ -126,7 +112,7 @@ def test_the_cause_ends_that_wait():
 
 
 def test_a_process_that_even_sigkill_does_not_end_is_given_up():
-    state = job(running(0, sent=(15, 9)), raised(1, at=10), stopped_at=10, killed_at=15)
+    state = job(running(0, sent=(15, 9), killed_at=15), raised(1, at=10), stopped_at=10)
     assert decide(state, now=16) == Wait(until=15 + GIVE_UP)
     assert decide(state, now=15 + GIVE_UP) == Finish()
 
@@ -227,7 +213,29 @@ def test_a_signal_after_the_last_rank_ended_interrupts_nothing():
             1,
             id="a rank whose children were stopped after its own end",
         ),
-        pytest.param([ended(0, 0, at=9), raised(1, at=10, message=CLOSED)], 1, id="not a rank that finished"),
+        pytest.param([ended(0, 0, at=9), raised(1, at=10, message=CLOSED)], 0, id="a rank that left, where others broke off"),
+        pytest.param(
+            [raised(0, at=10, message=CLOSED), ended(1, 0, at=10.4), ended(2, 0, at=10.1)],
+            2,
+            id="the first that left, whose end was seen a little later than what it did to others",
+        ),
+        pytest.param([raised(0, at=10, message=CLOSED), ended(1, 0, at=12)], 0, id="not a rank that left long after"),
+        pytest.param([ended(0, 0, at=9), raised(1, at=10)], 1, id="not a rank that finished before another failed"),
+        pytest.param(
+            [ended(0, 0, at=10.6, received=(15,)), raised(1, at=10, message=CLOSED)],
+            1,
+            id="not a rank that ended well on SIGTERM",
+        ),
+        pytest.param(
+            [ended(0, 143, at=9.9, stop=StopNote(signal=15)), raised(1, at=10, message=CLOSED)],
+            0,
+            id="a rank that stopped in order, alone",
+        ),
+        pytest.param(
+            [raised(0, at=10, message=CLOSED), running(1, machine=1, lost_at=2, failed_at=12)],
+            1,
+            id="a host that was lost, as soon as that is known",
+        ),
     ],
 )
 def test_the_first_failure(ranks, expected):
@@ -291,7 +299,8 @@ class SimulatedRank:
     def signalled(self, number, now, group):
         if group:
             received = (*self.state.received, number) if self.state.running else self.state.received
-            self.state = replace(self.state, sent=(*self.state.sent, number), received=received)
+            killed_at = now if number == signal.SIGKILL else self.state.killed_at
+            self.state = replace(self.state, sent=(*self.state.sent, number), received=received, killed_at=killed_at)
         delay = 0.0 if number == signal.SIGKILL else self.on_signal.get(number)
         if delay is not None and self.state.running and now + delay < (float("inf") if self.hangs else self.end):
             self.end, self.code, self.hangs = now + delay, -number, False
@@ -346,7 +355,6 @@ def test_every_job_ends_soon_after_its_first_failure_and_never_waits_in_vain(ran
             state,
             forwarded=state.forwarded or isinstance(action, Forward),
             stopped_at=state.stopped_at or (None if isinstance(action, Forward) else now),
-            killed_at=state.killed_at or (now if isinstance(action, Kill) else None),
         )
     else:
         pytest.fail("the job did not end")

@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from allstep.launch.decide import JobState, RankState, Request
-from allstep.launch.failures import LaunchResult, report
+from allstep.launch.failures import report
+from allstep.launch.job import JobState, RankState, Request
 from allstep.launch.record import FailureRecord, UserFrame
+from allstep.launch.result import LaunchResult
 
 FRAMES = (
     UserFrame(file="/home/me/train.py", line=9, function="<module>", source="main()"),
@@ -84,7 +85,7 @@ def test_a_rank_that_left_no_record_is_described_by_its_end(code, status, text):
 
 
 def test_a_rank_that_hung_after_its_exception_says_so():
-    end = result(ended(0, -9, at=15.0, record=record(0), received=(signal.SIGKILL,)), stopped_at=10.0, killed_at=15.0)
+    end = result(ended(0, -9, at=15.0, record=record(0), received=(signal.SIGKILL,)), stopped_at=10.0)
     assert end.exit_code == 1
     assert "did not end by itself after that, and was killed" in report(end)
 
@@ -139,7 +140,7 @@ def test_processes_that_were_left_behind_are_told():
 
 def test_a_process_that_could_not_be_ended_is_told():
     stuck = RankState(rank=0, pid=100, sent=(15, 9))
-    assert "rank 0 could not be ended" in report(result(stuck, ended(1, 3), stopped_at=11.0, killed_at=16.0))
+    assert "rank 0 could not be ended" in report(result(stuck, ended(1, 3), stopped_at=11.0))
 
 
 def test_a_result_survives_json():

@@ -19,8 +19,8 @@ class LaunchSpec:
     """One launch: which program, how many ranks, and what each of them is given.
 
     Raises:
-        ArgumentsError: `num_processes`, `num_cpu_threads_per_process` or `grace_period` is too small, or
-            `main_process_port` is no port. One message lists all of them.
+        ArgumentsError: a number is out of its range, or `main_process_ip` is missing on several hosts. One message lists all
+            problems.
     """
 
     script: str
@@ -34,11 +34,28 @@ class LaunchSpec:
     num_cpu_threads_per_process: int | None = None
     """OMP_NUM_THREADS of each rank. None: the user's OMP_NUM_THREADS, else the cores of this job divided by the ranks."""
     main_process_port: int = 0
-    """Port on which rank 0 meets the others; 0 takes a free one."""
+    """Port on which rank 0 meets the others; 0 takes a free one. On several hosts the one on which the launchers meet; 0 takes
+    29500."""
     log_dir: str | None = None
     """Folder for the output of the ranks other than 0, kept in any case. None: a private one, kept after a failure."""
-    grace_period: float = 5.0
+    grace_period: float = 10.0
     """Seconds a rank has to end after SIGTERM before it is killed."""
+    num_machines: int = 1
+    """Hosts of the job. Each runs a launch of its own, with another `machine_rank`."""
+    machine_rank: int = 0
+    """Number of this host, 0 to num_machines - 1. Rank 0 runs on machine 0."""
+    main_process_ip: str | None = None
+    """Address of machine 0, by which the others reach it; needed on several hosts, and not used on one."""
+    max_restarts: int = 0
+    """How often all ranks are started again after a failure, before the job is given up. Machine 0's counts for all."""
+    monitor_interval: float = 1.0
+    """Seconds after which a sleeping launcher looks for what no signal tells: a rank may fail and then hang."""
+    run_id: str | None = None
+    """Name of the job; the launches of its hosts must agree on it. None: a random one, by machine 0."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables added to the environment of every rank."""
+    tee: bool = False
+    """Show the output of ranks other than 0 on this terminal too, each line with its rank in front."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -50,6 +67,17 @@ class LaunchSpec:
             problems.append(f"main_process_port={self.main_process_port}: expected 1 to 65535, or 0 for a free one")
         if not (self.grace_period >= 0 and math.isfinite(self.grace_period)):
             problems.append(f"grace_period={self.grace_period}: expected a number of seconds, 0 or more")
+        if self.num_machines < 1:
+            problems.append(f"num_machines={self.num_machines}: expected 1 or more")
+        elif not 0 <= self.machine_rank < self.num_machines:
+            expected = f"0 to {self.num_machines - 1}" if self.num_machines > 1 else "0, as there is one machine"
+            problems.append(f"machine_rank={self.machine_rank}: expected {expected}")
+        if self.num_machines > 1 and not self.main_process_ip:
+            problems.append("main_process_ip is missing: on several hosts all need the address of machine 0")
+        if self.max_restarts < 0:
+            problems.append(f"max_restarts={self.max_restarts}: expected 0 or more")
+        if not (self.monitor_interval > 0 and math.isfinite(self.monitor_interval)):
+            problems.append(f"monitor_interval={self.monitor_interval}: expected a number of seconds above 0")
         if problems:
             raise ArgumentsError("This cannot be launched: " + "; ".join(problems) + ".")
 
@@ -65,7 +93,8 @@ class LaunchSpec:
     def from_json(cls, text: str) -> "LaunchSpec":
         """The same object that wrote `text`."""
         fields = json.loads(text)
-        return cls(**{**fields, "args": tuple(fields["args"])})
+        env = tuple((name, value) for name, value in fields["env"])
+        return cls(**{**fields, "args": tuple(fields["args"]), "env": env})
 
 
 def threads_per_rank(cores: int, local_ranks: int, variables: Mapping[str, str], asked: int | None = None) -> int | None:

@@ -41,11 +41,18 @@ def _underscored(name: str) -> str:
 @click.option(
     "--grace_period",
     type=float,
-    default=5.0,
+    default=10.0,
     show_default=True,
     metavar="S",
     help="Seconds a rank has to end after SIGTERM before it is killed.",
 )
+@click.option("--num_machines", type=int, default=1)
+@click.option("--machine_rank", type=int, default=0)
+@click.option("--main_process_ip")
+@click.option("--max_restarts", type=int, default=0)
+@click.option("--monitor_interval", type=float, default=1.0)
+@click.option("--tee", is_flag=True)
+@click.option("--run_id")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as for `python -m`.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -55,6 +62,13 @@ def launch(
     main_process_port: int,
     log_dir: str | None,
     grace_period: float,
+    num_machines: int,
+    machine_rank: int,
+    main_process_ip: str | None,
+    max_restarts: int,
+    monitor_interval: float,
+    tee: bool,
+    run_id: str | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -86,6 +100,13 @@ def launch(
             main_process_port=main_process_port,
             log_dir=log_dir,
             grace_period=grace_period,
+            num_machines=num_machines,
+            machine_rank=machine_rank,
+            main_process_ip=main_process_ip,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            tee=tee,
+            run_id=run_id,
         )
         from allstep.launch.agent import launch as run
 

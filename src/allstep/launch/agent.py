@@ -145,9 +145,13 @@ class _Launch:
 def _party(spec: LaunchSpec, signals: Signals, say: Callable[[str], None]) -> Party:
     if spec.num_machines == 1:
         return Alone(spec)
-    from allstep.launch.hosts import First, Other
+    if spec.machine_rank == 0:
+        from allstep.launch.first import First
 
-    return First(spec, signals, say) if spec.machine_rank == 0 else Other(spec, signals, say)
+        return First(spec, signals, say)
+    from allstep.launch.other import Other
+
+    return Other(spec, signals)
 
 
 def _stopped(number: int, started_at: float) -> "LaunchResult":

@@ -133,7 +133,8 @@ def _others(result: LaunchResult) -> list[str]:
         if kind is Outcome.STOPPED:
             lines.append(f"{who} {were} stopped because of it")
         elif kind is Outcome.LOST:
-            lines += [] if _lost(result, first) else [f"{who} {were} lost with {'its' if len(ends) == 1 else 'their'} host"]
+            rest = [end.rank for end in ends if end.machine != first.machine]
+            lines += [f"nothing is known of {_named(rest)}{' either' if _lost(result, first) else ''}"] if rest else []
         elif kind is Outcome.FINISHED:
             lines.append(f"{who} had finished" if _before(ends, first) else f"{who} finished")
         elif kind is Outcome.FAILED_TOO and all(_cause(end) == _cause(first) for end in ends):

@@ -1,6 +1,8 @@
 """One start of all ranks of a job: which are on which host, and where they meet. The next start is another generation."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from allstep.environment import WorkerEnvironment
 
@@ -26,6 +28,16 @@ class Generation:
     master_port: int
     max_restarts: int
     """How many generations there may be after the first."""
+
+    def told(self) -> dict[str, Any]:
+        """What another host needs to know of it, for `of`."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, machine: int, master_addr: str) -> "Generation":
+        """What `told` gave on machine 0, for another `machine`, which reaches machine 0 by its own way."""
+        lists = {name: tuple(fields[name]) for name in ("counts", "hosts")}
+        return cls(**{**fields, **lists, "machine": machine, "master_addr": master_addr})
 
     @property
     def world_size(self) -> int:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-__all__ = ["Signals", "signal_group"]
+__all__ = ["Signals", "is_request", "signal_group"]
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Those by which somebody asks the job to stop. SIGCHLD only wakes."""
@@ -63,7 +63,12 @@ class Signals:
         with contextlib.suppress(BlockingIOError):
             while chunk := self._reader.recv(4096):
                 numbers += chunk
-        return [number for number in numbers if number in _REQUESTS or number == _PASSED_ON]
+        return [number for number in numbers if is_request(number) or number == _PASSED_ON]
+
+
+def is_request(number: int) -> bool:
+    """Whether by this signal somebody asks the job to stop."""
+    return number in _REQUESTS
 
 
 def signal_group(leader: int, number: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allstep.launch.decide import GIVE_UP, Finish, Forward, Kill, Stop, Wait, decide
-from allstep.launch.job import JobState, RankState, Request
+from allstep.launch.job import JobState, RankState, Request, StopNote
 from allstep.launch.record import FailureRecord
 from allstep.launch.verdict import SETTLE, Outcome, first_failure, interrupted_by, outcome
 

@@ -124,7 +124,7 @@ class _Launch:
         start_ranks(self._spec, self._variables, generation, files, self._say, self._processes, self._party.interface())
         if self._guardian is None:
             self._guardian = Guardian(files.private)
-        self._signals.wait(FIRST_SLEEP)
+        self._signals.wait(FIRST_SLEEP, self._party.sockets())
         # The ranks are busy importing what they need, and would have to wait for a core while this is read.
         from allstep.launch.watch import watch
 

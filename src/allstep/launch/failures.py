@@ -74,7 +74,8 @@ def _headline(result: LaunchResult, first: RankEnd) -> list[str]:
         return [f"allstep: {lost}"]
     count = len(result.ranks)
     head, *more = _cut([line for line in _cause(first).splitlines() if set(line) - set(" ~^")] or [""])
-    failed = f"rank {first.rank} of {count} {_failed(result, first)}, on {result.host_of(first)}"
+    host = f"machine {first.machine} ({result.host_of(first)})" if result.machines else result.host
+    failed = f"rank {first.rank} of {count} {_failed(result, first)}, on {host}"
     return [f"allstep: {failed}: {head}", *(f"      {line}" for line in more)]
 
 

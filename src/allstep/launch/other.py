@@ -95,8 +95,8 @@ class Other:
             wait(self._signals, [], min(0.5, left))
         raise ArgumentsError(
             f"Machine 0 cannot be reached at {self._place} from machine {self._spec.machine_rank} ({os.uname().nodename}), "
-            f"tried for {CONNECT:g} s: {reason}. Start `allstep launch` with --machine_rank 0 there, and let this host connect to "
-            "that port."
+            f"tried for {CONNECT:g} s: {reason}. Start `allstep launch` with --machine_rank 0 there, and let this host "
+            "connect to that port."
         )
 
     def _start(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _introduction(generation: Generation, threads: int | None, files: RankFiles)
     ranks = "1 rank" if count == 1 else f"{count} ranks"
     place = f"on {generation.master_addr}:{generation.master_port}"
     if hosts > 1:
-        place = f"on {hosts} machines, {_named(here)} on this one (machine {generation.machine}), meeting {place}"
+        place = f"of {hosts} machines {place}, {_named(here)} on this one (machine {generation.machine})"
     each = "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''} each"
     filed = range(max(1, here.start), here.stop)  # rank 0 has the terminal
     output = ""

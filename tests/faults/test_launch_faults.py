@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -325,3 +327,170 @@ def test_a_child_that_ends_soon_after_its_rank_is_left_in_peace(launch):
     assert status == 0
     assert "left running" not in errors
     assert (job.folder / "written").exists()
+
+
+def test_grandchildren_in_sessions_of_their_own_end_with_a_launcher_that_is_killed(launch):
+    job = launch(f"""
+        child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], stdout=subprocess.PIPE, start_new_session=True)
+        child.stdout.readline()
+        inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+        second = subprocess.Popen([sys.executable, "-c", inner, {SLEEPER!r}], stdout=subprocess.PIPE, start_new_session=True)
+        second.stdout.readline()
+        second.wait()  # what it started has no parent here any more
+        ignore(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        ready()
+        block()
+    """)
+    job.start()
+    job.ready(2)
+    assert len(job.marked()) == 7  # the launcher; of each rank itself, its child and its grandchild
+    job.process.kill()
+    assert job.gone()
+
+
+def test_what_left_the_session_of_a_failed_rank_ends_too(launch):
+    job = launch(f"""
+        child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], stdout=subprocess.PIPE, start_new_session=True)
+        child.stdout.readline()
+        os._exit(5) if rank == 1 else block()
+    """)
+    job.start()
+    status, _ = job.end()
+    assert status == 5
+    assert job.marked() == []
+
+
+# A rank leaves without the others.
+
+
+def test_a_rank_that_leaves_early_is_named_as_the_cause(launch):
+    job = launch("""
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            sys.exit(0)
+        dist.all_reduce(torch.ones(1))
+    """)
+    job.start()
+    status, errors = job.end()
+    assert status == 1
+    first, *rest = job.report(errors)
+    said = "rank 1 of 2 left early, on {}: exit code 0, while others still trained"
+    assert first == f"allstep: {said.format(os.uname().nodename)}"
+    assert any(line.startswith("rank 0 failed as a consequence: ") for line in rest)
+
+
+# Somebody asks ranks to stop that can do so in order.
+
+POLITE = """
+    import json
+
+    def note(**more):
+        aside = os.environ["ALLSTEP_STOP_FILE"] + ".new"
+        with open(aside, "w") as file:
+            json.dump({"signal": asked[0], **more}, file)
+        os.replace(aside, os.environ["ALLSTEP_STOP_FILE"])
+
+    def acknowledge(number, frame):
+        if not asked:
+            asked.append(number)
+            note()
+            open(f"asked-{rank}", "w").close()
+
+    asked = []
+    signal.signal(signal.SIGTERM, acknowledge)
+    signal.signal(signal.SIGUSR1, acknowledge)
+    ready()
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+"""
+"""Says that it will stop, and waits for a file before it does."""
+SAVES = """
+    note(rank=1, step=120, checkpoint="out/checkpoint-120")
+    sys.exit(143)
+"""
+
+
+def eventually(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
+    job = launch(POLITE + SAVES)
+    job.start("--grace_period", "0.2", "--monitor_interval", "0.05")
+    job.ready(2)
+    job.process.send_signal(number)
+    eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.process.wait(timeout=1.0)  # five times the grace period
+    (job.folder / "go").touch()
+    status, errors = job.end()
+    assert status == 143
+    assert f"allstep: stopped by {number.name} at step 120; checkpoint: out/checkpoint-120" in errors.splitlines()
+    assert job.marked() == []
+
+
+def test_ranks_that_stop_in_order_are_killed_after_a_second_signal(launch):
+    job = launch(POLITE)
+    job.start("--grace_period", "0.2", "--monitor_interval", "0.05")
+    job.ready(2)
+    job.process.send_signal(signal.SIGTERM)
+    eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.process.wait(timeout=0.7)  # a second that comes at once is taken for the first
+    job.process.send_signal(signal.SIGTERM)
+    status, errors = job.end()
+    assert status == 143
+    assert "allstep: stopped by SIGTERM" in errors.splitlines()
+    assert job.marked() == []
+
+
+def test_a_signal_to_one_rank_stops_all_in_order_and_is_no_failure(launch):
+    job = launch(POLITE.replace('os.path.exists("go")', 'os.path.exists("asked-1")') + "    asked = [15]" + SAVES)
+    job.start()
+    os.kill(job.ready(2)[1][1], signal.SIGTERM)
+    status, errors = job.end()
+    assert status == 143
+    said = "allstep: stopped by SIGTERM (sent to rank 1) at step 120; checkpoint: out/checkpoint-120"
+    assert said in errors.splitlines()
+
+
+def test_a_stop_that_goes_wrong_is_a_failure(launch):
+    job = launch(POLITE + "    raise OSError(28, 'No space left on device')")
+    job.start("--monitor_interval", "0.05")
+    job.ready(2)
+    job.process.send_signal(signal.SIGTERM)
+    eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))
+    (job.folder / "go").touch()
+    status, errors = job.end()
+    assert status == 1
+    assert "OSError: [Errno 28] No space left on device" in job.report(errors)[0]
+
+
+def test_sigusr2_is_for_the_ranks_alone(launch):
+    job = launch("""
+        signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+        ready()
+        block()
+    """)
+    job.start()
+    job.ready(2)
+    job.process.send_signal(signal.SIGUSR2)
+    status, errors = job.end()
+    assert status == 0
+    assert "stop" not in errors
+
+
+def test_output_of_all_ranks_can_be_shown_with_the_rank_in_front(launch):
+    job = launch("print(f'hello from {rank}', flush=True)\nsys.stdout.write('no end') if rank == 1 else None")
+    job.start("--tee")
+    status, errors = job.end()
+    assert status == 0
+    assert [line for line in errors.splitlines() if line.startswith("[")] == ["[rank 1] hello from 1", "[rank 1] no end"]

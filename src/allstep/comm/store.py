@@ -3,12 +3,12 @@
 import socket
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 __all__ = ["open_store"]
 
 
-def open_store(address: str, port: int, *, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def open_store(address: str, port: int, *, rank: int, size: int, timeout: timedelta) -> Store:
     """The store at `address` and `port`, which rank 0 serves there, for `init_process_group`. Returns when all have come.
 
     Args:
@@ -19,7 +19,7 @@ def open_store(address: str, port: int, *, rank: int, size: int, timeout: timede
         RuntimeError: the others did not come, or rank 0 did not, within `timeout`.
     """
     listener = _listener(address, port) if rank == 0 else None
-    store = dist.TCPStore(
+    store = TCPStore(
         address,
         port,
         size,
@@ -27,7 +27,7 @@ def open_store(address: str, port: int, *, rank: int, size: int, timeout: timede
         timeout=timeout,
         master_listen_fd=listener.detach() if listener is not None else None,  # the store closes it
     )
-    return dist.PrefixStore("default_pg", store)
+    return PrefixStore("default_pg", store)
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -27,6 +27,8 @@ GATHER = 300.0
 """Seconds that machine 0 waits for the others to come."""
 REMIND = (5.0, 60.0)
 """Seconds after which it first says for whom it waits, and after which again."""
+TICK = 1.0
+"""Seconds after which it looks at the clock while it waits."""
 
 
 class First:
@@ -117,7 +119,7 @@ class First:
             if now >= remind:
                 self._say(f"allstep: waiting at {self._place} for {_machines(missing)} of {self._spec.num_machines}")
                 remind = now + REMIND[1]
-            wait(self._signals, self.sockets())
+            wait(self._signals, self.sockets(), TICK)
             for channel, hello in self._door.arrivals():
                 self._let_in(channel, hello)
             for machine, channel in list(self._channels.items()):

@@ -77,7 +77,8 @@ class RankFiles:
                 text = file.read()
             whole = len(text) if last else text.rfind(b"\n") + 1
             self._shown[rank] = self._shown.get(rank, 0) + whole
-            lines += [f"[rank {rank}] {_as_shown(line)}" for line in text[:whole].decode(errors="replace").splitlines()]
+            shown = text[:whole].decode(errors="replace").removesuffix("\n").split("\n") if whole else []
+            lines += [f"[rank {rank}] {_as_shown(line)}" for line in shown]
         return lines
 
     def tail(self, rank: int, most: int = 30) -> tuple[str, ...]:

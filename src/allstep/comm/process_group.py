@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from allstep.comm.communicator import let_go_of_groups
 from allstep.comm.shm import ShmProcessGroup
+from allstep.comm.store import open_store
 from allstep.comm.watchdog import start_watchdog, stop_watchdog
 from allstep.devices import KINDS, native_backends
 from allstep.environment import WorkerEnvironment
@@ -244,11 +245,16 @@ def _initialize(environment: WorkerEnvironment, backend: str, device: torch.devi
     # objects and decisions go over the CPU, so that they never wait for a device
     names = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and backend != "mpi" else backend
     try:
+        # Other launchers may serve the store themselves, and tell torch so.
+        own = environment.launcher == "allstep"
+        address, port = environment.master_addr, environment.master_port
+        rank, size = environment.rank, environment.world_size
         dist.init_process_group(
             names,
-            init_method=f"tcp://{_bracketed(environment.master_addr)}:{environment.master_port}",
-            rank=environment.rank,
-            world_size=environment.world_size,
+            init_method=None if own else f"tcp://{_bracketed(address)}:{port}",
+            store=open_store(address, port, rank=rank, size=size, timeout=timeout) if own else None,
+            rank=rank,
+            world_size=size,
             timeout=timeout,
         )
     except (RuntimeError, ValueError, OSError) as error:

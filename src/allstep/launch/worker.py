@@ -19,7 +19,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from allstep.launch.linux import end_with_parent
 from allstep.launch.record import FailureRecord
-from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID
+from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID, STOP_FILE
 
 __all__ = ["main"]
 
@@ -42,7 +42,7 @@ def main() -> None:
         sys.modules["__main__"] = program
         exec(code, program.__dict__)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if error.code not in (None, 0) and not _stopped_in_order(error.code):
             _record(error, error.__traceback__, process)
         raise
     except KeyboardInterrupt:
@@ -98,6 +98,11 @@ def _below_here(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*_HIDDEN, "<frozen importlib")):
         trace = trace.tb_next
     return trace
+
+
+def _stopped_in_order(code: object) -> bool:
+    """Whether this rank was asked to stop, said that it would, and now does."""
+    return code == 128 + signal.SIGTERM and os.path.exists(os.environ.get(STOP_FILE, ""))
 
 
 def _record(error: BaseException, trace: TracebackType | None, process: int) -> None:

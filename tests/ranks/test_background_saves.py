@@ -99,6 +99,28 @@ def train_unlike(rank, size, folder, slow):
     return train(rank, size, folder, True, {4: 3} if rank == slow else {})
 
 
+class SaveOnce(TrainerCallback):
+    """Saves after a step, and ends training when that is on disk."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 4
+
+    def on_save(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def save_once(rank, size, folder):
+    args = TrainingArguments(
+        str(folder), max_steps=3000, save_strategy="no", logging_strategy="no", save_in_background=True, disable_tqdm=True
+    )
+    return Trainer(RegressionNet(), args, train_dataset=Noisy(50), callbacks=[SaveOnce()]).train().global_step
+
+
+def test_it_comes_in_between_steps_without_waiting_for_another_save_or_the_end(ranks, tmp_path):
+    steps = ranks.run(save_once, tmp_path)
+    assert steps[0] == steps[1] < 3000
+
+
 def test_the_best_is_loaded_at_the_end_though_it_was_still_being_written(ranks, tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "save_total_limit": 1}
     waited = ranks.run(train, tmp_path / "waited", False, None, options)

@@ -206,6 +206,18 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "a number of seconds above 0, such as 1800",
     ),
     (
+        ("ddp_wait_warning",),
+        lambda value: _is_number(value) and value >= 0,
+        "a number of seconds, such as 60; write 0 for no warning before the timeout",
+    ),
+    (
+        ("ddp_drift_check_steps",),
+        lambda value: _is_whole(value) and value >= 0,
+        "a whole number of optimizer steps; write 0 for no comparison between checkpoints",
+    ),
+    (("ddp_drift_action",), *_one_of("raise", "repair")),
+    (("nonfinite_gradients",), *_one_of("raise", "skip", "ignore")),
+    (
         ("ddp_bucket_cap_mb",),
         _or_none(lambda value: _is_number(value) and value > 0),
         "a number of MiB above 0, such as 25, or None for a planned size",
@@ -232,6 +244,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (
         (
+            "auto_find_batch_size",
             "do_train",
             "do_eval",
             "do_predict",

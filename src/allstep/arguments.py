@@ -69,6 +69,9 @@ class TrainingArguments:
     """Samples of one batch on one rank, in evaluation and prediction. Changes memory and speed, never the result."""
     gradient_accumulation_steps: int = 1
     """Micro-batches of one optimizer step on each rank. Gradients are reduced once a step, on the last of them."""
+    auto_find_batch_size: bool = False
+    """When a rank runs out of memory, go on with micro-batches of half the size, twice as many of them: a step consists of the
+    same samples as before, and is taken again."""
     global_batch_size: int | None = None
     """Samples of one optimizer step on all ranks. When set, accumulation follows from it and the world size, so that a
     step consists of the same samples on any number of ranks. None: micro-batch × accumulation × world size."""
@@ -100,6 +103,9 @@ class TrainingArguments:
     """Added to AdamW's denominator; larger damps steps of parameters with tiny gradients."""
     max_grad_norm: float = 1.0
     """Gradients of larger norm, over all parameters, are scaled down to it before the step. 0 turns clipping off."""
+    nonfinite_gradients: str = "raise"
+    """When a gradient is NaN or infinite: "raise" an error that names rank, parameter and samples, before the optimizer moves;
+    "skip" the step, which counts but does not move the schedule; "ignore": do not look."""
 
     # ---- numbers and seeds
     bf16: bool = False
@@ -146,6 +152,15 @@ class TrainingArguments:
     where torch has them. None: chosen by device."""
     ddp_timeout: float = 1800
     """Seconds that joining and every collective may take, on every kind of device; then an error instead of a wait."""
+    ddp_wait_warning: float = 60.0
+    """Seconds that a rank waits for others before rank 0 tells who is late, and where; again when the wait has doubled.
+    0: only of ranks whose process is stopped or gone."""
+    ddp_drift_check_steps: int = 0
+    """Optimizer steps between two comparisons of all ranks' weights, bit by bit; each reads all weights once. 0: only before
+    each checkpoint."""
+    ddp_drift_action: str = "raise"
+    """Where weights differ between ranks: "raise" an error that names step, rank and tensor, or "repair" them: the weights and
+    optimizer state of the majority of ranks, or of rank 0 where there is none, are given to all."""
 
     # ---- logs
     logging_strategy: str = "steps"

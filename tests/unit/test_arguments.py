@@ -71,10 +71,9 @@ def refused(**kwargs: Any) -> str:
 
 # ---- names
 
-OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"} | {
-    "save_in_background",
-    "save_failure",
-}
+OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
+OURS |= {"ddp_wait_warning", "ddp_drift_check_steps", "ddp_drift_action", "nonfinite_gradients"}
+OURS |= {"save_in_background", "save_failure"}
 """Arguments that Hugging Face does not have."""
 
 
@@ -110,7 +109,7 @@ def test_defaults_are_those_of_hugging_face() -> None:
     expected |= dict.fromkeys(("dataloader_pin_memory", "remove_unused_columns"), True)
     expected |= dict.fromkeys(("do_train", "do_eval", "do_predict", "bf16", "full_determinism", "use_cpu"), False)
     expected |= dict.fromkeys(("logging_first_step", "eval_on_start", "prediction_loss_only", "save_only_model"), False)
-    expected["batch_eval_metrics"] = False
+    expected |= dict.fromkeys(("batch_eval_metrics", "auto_find_batch_size"), False)
     expected |= dict.fromkeys(("load_best_model_at_end", "dataloader_drop_last", "dataloader_persistent_workers"), False)
     found = TrainingArguments().to_dict()
     assert {name: value for name, value in found.items() if value is not None and name not in OURS} == expected

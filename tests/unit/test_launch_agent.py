@@ -10,8 +10,8 @@ import pytest
 
 from allstep.errors import ArgumentsError
 from allstep.launch.agent import launch
-from allstep.launch.decide import Outcome
 from allstep.launch.spec import LaunchSpec
+from allstep.launch.verdict import Outcome
 
 HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -5,24 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allstep.launch.decide import (
-    GIVE_UP,
-    SETTLE,
-    Finish,
-    Forward,
-    JobState,
-    Kill,
-    Outcome,
-    RankState,
-    Request,
-    Stop,
-    Wait,
-    decide,
-    first_failure,
-    interrupted_by,
-    outcome,
-)
+from allstep.launch.decide import GIVE_UP, Finish, Forward, Kill, Stop, Wait, decide
+from allstep.launch.job import JobState, Machine, RankState, Request, StopNote
 from allstep.launch.record import FailureRecord
+from allstep.launch.verdict import SETTLE, Outcome, first_failure, interrupted_by, outcome, stop_note
 
 GRACE = 5.0
 
@@ -126,7 +112,7 @@ def test_the_cause_ends_that_wait():
 
 
 def test_a_process_that_even_sigkill_does_not_end_is_given_up():
-    state = job(running(0, sent=(15, 9)), raised(1, at=10), stopped_at=10, killed_at=15)
+    state = job(running(0, sent=(15, 9), killed_at=15), raised(1, at=10), stopped_at=10)
     assert decide(state, now=16) == Wait(until=15 + GIVE_UP)
     assert decide(state, now=15 + GIVE_UP) == Finish()
 
@@ -190,6 +176,118 @@ def test_a_signal_after_the_last_rank_ended_interrupts_nothing():
     assert interrupted_by(state) is None
 
 
+# Ranks that said that they will stop in order.
+
+
+def asked(*signals):
+    return tuple(Request(signal=number, time=time) for number, time in signals)
+
+
+TERM, ACK = signal.SIGTERM, StopNote(signal=15)
+
+
+def test_a_rank_that_will_stop_in_order_has_no_grace_period():
+    state = job(running(0, stop=ACK), running(1, stop=ACK), requests=asked((TERM, 20.0)), forwarded=True)
+    assert decide(state, now=20 + 100 * GRACE) == Wait()
+
+
+def test_one_that_said_nothing_has_it_beside_one_that_did():
+    state = job(running(0, stop=ACK), running(1), requests=asked((TERM, 20.0)), forwarded=True)
+    assert decide(state, now=20) == Wait(until=20 + GRACE / 2)
+    assert decide(state, now=20 + GRACE / 2) == Stop(ranks=(1,))
+    assert decide(state, now=20 + GRACE) == Kill(ranks=(1,))
+    stuck = replace(state.ranks[1], sent=(15, 9), received=(15, 9), killed_at=20 + GRACE)
+    state = replace(state, ranks=(state.ranks[0], stuck))
+    assert decide(state, now=20 + GRACE + GIVE_UP) == Wait()  # one that cannot be ended does not end the other
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_starts_the_grace_period_of_those_that_stop_in_order(second):
+    state = job(running(0, stop=ACK), requests=asked((TERM, 20.0), (second, 50.0)), forwarded=True)
+    assert decide(state, now=50) == Stop(ranks=(0,))
+    state = replace(state, ranks=(running(0, stop=ACK, sent=(15,), received=(15,)),), stopped_at=50)
+    assert decide(state, now=50) == Wait(until=50 + GRACE)
+    assert decide(state, now=50 + GRACE) == Kill(ranks=(0,))
+
+
+def test_the_same_signal_once_more_at_once_is_no_second_one():
+    state = job(running(0, stop=ACK), requests=asked((TERM, 20.0), (TERM, 20.1)), forwarded=True)
+    assert decide(state, now=21) == Wait()
+
+
+def test_sigusr1_again_changes_nothing():
+    state = job(running(0, stop=ACK), requests=asked((signal.SIGUSR1, 20.0), (signal.SIGUSR1, 30.0)), forwarded=True)
+    assert decide(state, now=30) == Wait()
+
+
+def test_ranks_that_stopped_in_order_have_not_failed():
+    said = StopNote(signal=10, rank=1, step=7, checkpoint="c")
+    state = job(ended(0, 143, at=20, stop=StopNote(signal=10)), ended(1, 143, at=20, stop=said))
+    assert first_failure(state) is None
+    assert interrupted_by(state) == signal.SIGUSR1
+    assert stop_note(state) == said
+    assert {outcome(state, each) for each in state.ranks} == {Outcome.STOPPED}
+
+
+def test_a_code_of_143_without_a_word_is_a_failure():
+    state = job(ended(0, 143, at=20), ended(1, 143, at=20, stop=ACK))
+    assert first_failure(state) == state.ranks[0]
+
+
+def test_what_breaks_while_a_rank_stops_in_order_is_a_failure():
+    wrong = replace(raised(1, at=21), stop=ACK)
+    state = job(ended(0, 143, at=22, stop=ACK), wrong, requests=asked((TERM, 20.0)), forwarded=True)
+    assert first_failure(state) == wrong
+    pressed = replace(state, ranks=(state.ranks[0], replace(wrong, received=(15,))))
+    assert first_failure(pressed) is None
+    broken = replace(raised(1, at=21, message=CLOSED), stop=ACK)
+    assert first_failure(replace(state, ranks=(state.ranks[0], broken))) is None
+    killed = ended(1, -15, at=21, stop=ACK)
+    assert first_failure(replace(state, ranks=(state.ranks[0], killed))) is None
+
+
+# Several hosts.
+
+HOSTS = (Machine(machine=0, host="a"), Machine(machine=1, host="b"), Machine(machine=2, host="c"))
+
+
+def test_a_launcher_acts_on_its_own_ranks_only():
+    ranks = (running(0), running(1), replace(raised(2, at=10), machine=1), running(3, machine=2))
+    for machine, own in enumerate([(0, 1), (), (3,)]):
+        action = decide(job(*ranks, machine=machine, machines=HOSTS), now=10)
+        assert action == (Stop(ranks=own) if own else Wait())
+
+
+def test_machine_0_waits_for_all_and_the_others_for_machine_0():
+    over = tuple(replace(each, over=True) for each in HOSTS)
+    gone = ended(0, 0, at=10, machine=1), ended(1, 0, at=10), ended(2, 0, at=10, machine=2)
+    assert decide(job(*gone, machines=HOSTS), now=11) == Wait()
+    assert decide(job(*gone, machines=(HOSTS[0], over[1], HOSTS[2])), now=11) == Wait()
+    assert decide(job(*gone, machines=(HOSTS[0], over[1], over[2])), now=11) == Finish()
+    assert decide(job(*gone, machines=(HOSTS[0], over[1], replace(HOSTS[2], lost_at=9))), now=11) == Finish()
+    assert decide(job(*gone, machine=1, machines=(HOSTS[0], over[1], over[2])), now=11) == Wait()
+    assert decide(job(*gone, machine=1, machines=(over[0], *HOSTS[1:])), now=11) == Finish()
+    assert decide(job(*gone, machine=1, machines=(replace(HOSTS[0], lost_at=9), *HOSTS[1:])), now=11) == Finish()
+
+
+def test_a_lost_host_stops_the_ranks_of_the_others():
+    state = job(running(0), running(1, machine=1, lost_at=2, failed_at=12), machines=HOSTS)
+    assert decide(state, now=12) == Stop(ranks=(0,))
+    assert outcome(state, state.ranks[1]) is Outcome.FAILED_FIRST
+
+
+def test_ranks_of_a_lost_host_that_had_ended_are_not_lost():
+    state = job(ended(0, 0, at=1), ended(1, 0, at=1, machine=1), machines=(HOSTS[0], replace(HOSTS[1], lost_at=2)))
+    assert decide(state, now=12) == Finish()
+    assert first_failure(state) is None
+
+
+def test_a_request_on_one_host_is_passed_on_by_all():
+    request = Request(signal=15, time=20.0, machine=1)
+    state = job(running(0), running(1, machine=1), machines=HOSTS, requests=(request,))
+    assert decide(state, now=20) == Forward(signal=15)
+
+
 # Which rank failed first.
 
 
@@ -227,7 +325,29 @@ def test_a_signal_after_the_last_rank_ended_interrupts_nothing():
             1,
             id="a rank whose children were stopped after its own end",
         ),
-        pytest.param([ended(0, 0, at=9), raised(1, at=10, message=CLOSED)], 1, id="not a rank that finished"),
+        pytest.param([ended(0, 0, at=9), raised(1, at=10, message=CLOSED)], 0, id="a rank that left, where others broke off"),
+        pytest.param(
+            [raised(0, at=10, message=CLOSED), ended(1, 0, at=10.4), ended(2, 0, at=10.1)],
+            2,
+            id="the first that left, whose end was seen a little later than what it did to others",
+        ),
+        pytest.param([raised(0, at=10, message=CLOSED), ended(1, 0, at=12)], 0, id="not a rank that left long after"),
+        pytest.param([ended(0, 0, at=9), raised(1, at=10)], 1, id="not a rank that finished before another failed"),
+        pytest.param(
+            [ended(0, 0, at=10.6, received=(15,)), raised(1, at=10, message=CLOSED)],
+            1,
+            id="not a rank that ended well on SIGTERM",
+        ),
+        pytest.param(
+            [ended(0, 143, at=9.9, stop=StopNote(signal=15)), raised(1, at=10, message=CLOSED)],
+            0,
+            id="a rank that stopped in order, alone",
+        ),
+        pytest.param(
+            [raised(0, at=10, message=CLOSED), running(1, machine=1, lost_at=2, failed_at=12)],
+            1,
+            id="a host that was lost, as soon as that is known",
+        ),
     ],
 )
 def test_the_first_failure(ranks, expected):
@@ -291,7 +411,8 @@ class SimulatedRank:
     def signalled(self, number, now, group):
         if group:
             received = (*self.state.received, number) if self.state.running else self.state.received
-            self.state = replace(self.state, sent=(*self.state.sent, number), received=received)
+            killed_at = now if number == signal.SIGKILL else self.state.killed_at
+            self.state = replace(self.state, sent=(*self.state.sent, number), received=received, killed_at=killed_at)
         delay = 0.0 if number == signal.SIGKILL else self.on_signal.get(number)
         if delay is not None and self.state.running and now + delay < (float("inf") if self.hangs else self.end):
             self.end, self.code, self.hangs = now + delay, -number, False
@@ -346,7 +467,6 @@ def test_every_job_ends_soon_after_its_first_failure_and_never_waits_in_vain(ran
             state,
             forwarded=state.forwarded or isinstance(action, Forward),
             stopped_at=state.stopped_at or (None if isinstance(action, Forward) else now),
-            killed_at=state.killed_at or (now if isinstance(action, Kill) else None),
         )
     else:
         pytest.fail("the job did not end")

@@ -82,3 +82,29 @@ def test_the_tail_is_the_last_lines_as_a_terminal_shows_them():
     assert files.tail(2) == ()
     assert files.tail(0) == ()
     files.finish(keep=False)
+
+
+def test_what_ranks_wrote_is_shown_once_and_line_by_line():
+    files = RankFiles()
+    written(files, 1, "one\n 1%|\r 2%|\ntwo, in")
+    written(files, 2, "")
+    assert files.unseen() == ["[rank 1] one", "[rank 1]  2%|"]
+    written(files, 1, "complete\n")
+    written(files, 2, "end")
+    assert files.unseen() == ["[rank 1] two, incomplete"]
+    assert files.unseen(last=True) == ["[rank 2] end"]
+    assert files.unseen(last=True) == []
+    files.finish(keep=False)
+
+
+def test_the_next_generation_writes_behind_the_last_and_finds_nothing_that_it_told(temporary):
+    files = RankFiles()
+    written(files, 1, "first\n")
+    for name in (files.failure(1), files.stop(1)):
+        with open(name, "w") as file:
+            file.write("{}")
+    files.forget()
+    written(files, 1, "second\n")
+    assert files.tail(1) == ("first", "second")
+    assert os.listdir(files.private) == ["rank-1.log"]
+    files.finish(keep=False)

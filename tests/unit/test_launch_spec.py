@@ -14,7 +14,9 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_spec_survives_json():
-    spec = LaunchSpec(script="train.py", args=("--lr", "1 2"), num_processes=3, log_dir="logs", grace_period=0.5)
+    spec = LaunchSpec(
+        script="train.py", args=("--lr", "1 2"), num_processes=3, log_dir="logs", grace_period=0.5, env=(("A", "1"),)
+    )
     assert LaunchSpec.from_json(spec.to_json()) == spec
 
 
@@ -26,9 +28,16 @@ def test_every_problem_of_a_spec_is_told_at_once():
             num_cpu_threads_per_process=0,
             main_process_port=70000,
             grace_period=float("nan"),
+            num_machines=2,
+            machine_rank=2,
+            max_restarts=-1,
+            monitor_interval=0.0,
         )
-    for found in ("num_processes=0", "num_cpu_threads_per_process=0", "main_process_port=70000", "grace_period=nan"):
-        assert found in str(caught.value)
+    found = ("num_processes=0", "num_cpu_threads_per_process=0", "main_process_port=70000", "grace_period=nan")
+    for problem in (*found, "machine_rank=2: expected 0 to 1", "main_process_ip", "max_restarts=-1", "monitor_interval=0.0"):
+        assert problem in str(caught.value)
+    with pytest.raises(ArgumentsError, match="num_machines=0: expected 1 or more"):
+        LaunchSpec(script="train.py", num_machines=0)
 
 
 def test_the_command_keeps_arguments_apart():
@@ -36,6 +45,10 @@ def test_the_command_keeps_arguments_apart():
     assert script.command("python") == ["python", "-m", "allstep.launch.worker", "a b.py", "--x", "", "y z"]
     module = LaunchSpec(script="pkg.train", module=True)
     assert module.command("python") == ["python", "-m", "allstep.launch.worker", "-m", "pkg.train"]
+    program = LaunchSpec(script="sh", args=("-c", "x"), no_python=True)
+    assert program.command("python") == ["python", "-m", "allstep.launch.worker", "--no_python", "sh", "-c", "x"]
+    with pytest.raises(ArgumentsError, match="module and no_python are both said"):
+        LaunchSpec(script="x", module=True, no_python=True)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,55 @@ import sys
 
 import pytest
 
+from allstep.launch.generation import Generation
 from allstep.launch.variables import LAUNCHER_PID, glibc_version, job_variables, steady_memory
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
 
 
-def given(variables, *, threads=None, gpus=0, glibc=(2, 36)):
-    return job_variables(variables, run_id="x", launcher_pid=7, threads=threads, gpus=gpus, glibc=glibc)
+def generation(number=0, machine=0):
+    return Generation(
+        number=number,
+        run_id="x",
+        counts=(2, 1),
+        hosts=("a", "b"),
+        machine=machine,
+        master_addr="10.0.0.1",
+        master_port=7,
+        max_restarts=3,
+    )
+
+
+def given(variables, *, threads=None, gpus=0, glibc=(2, 36), number=0, machine=0, interface=None):
+    return job_variables(
+        variables,
+        generation=generation(number, machine),
+        launcher_pid=7,
+        threads=threads,
+        gpus=gpus,
+        glibc=glibc,
+        interface=interface,
+    )
 
 
 def test_every_rank_is_told_of_its_job_and_its_launcher():
     own = given({}, threads=3)
     assert (own["ALLSTEP_RUN_ID"], own[LAUNCHER_PID], own["OMP_NUM_THREADS"]) == ("x", "7", "3")
     assert "OMP_NUM_THREADS" not in given({})
+
+
+def test_a_rank_knows_its_host_and_how_often_the_job_was_started_again():
+    own = given({}, number=2, machine=1)
+    assert (own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == ("1", "2")
+    assert (own["ALLSTEP_RESTART_COUNT"], own["TORCHELASTIC_RESTART_COUNT"], own["ALLSTEP_MAX_RESTARTS"]) == ("2", "2", "3")
+    assert own["ALLSTEP_RUN_ID"] == "x.2"
+    assert given({})["ALLSTEP_RUN_ID"] == "x"
+
+
+def test_gloo_is_told_the_interface_to_other_hosts_unless_the_user_did():
+    assert "GLOO_SOCKET_IFNAME" not in given({})
+    assert given({}, interface="eth1")["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert given({"GLOO_SOCKET_IFNAME": "ib0"}, interface="eth1")["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_what_the_user_set_stays():

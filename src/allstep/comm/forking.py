@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from allstep.comm.watchdog import quiet_watchdog
+
 __all__ = ["forking_workers", "keep_what_was_here", "wait_for_quiet_threads"]
 
 _INTERVAL = 0.001
@@ -39,7 +41,8 @@ def forking_workers() -> Iterator[None]:
     gc.disable()
     try:
         wait_for_quiet_threads()
-        yield
+        with quiet_watchdog():
+            yield
     finally:
         if was_on:
             gc.enable()

@@ -1,4 +1,4 @@
-"""Starts the ranks of a launch, and stays with them until the last of their processes has ended.
+"""One launch from its start to its end: generation after generation, until one needs no restart or may have none.
 
 The ranks start before anything is imported that is not needed to start them: what watches over them is in `watch.py`. Each
 rank leads a session and so a process group of its own, by which the processes that it starts are reached too.
@@ -6,30 +6,31 @@ rank leads a session and so a process group of its own, by which the processes t
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from allstep.environment import WorkerEnvironment
-from allstep.errors import ArgumentsError
+from allstep.launch.generation import Generation
+from allstep.launch.guardian import end_marked
 from allstep.launch.linux import adopt_orphans
 from allstep.launch.logs import RankFiles
-from allstep.launch.ports import HeldPort
-from allstep.launch.signals import Signals, signal_group
-from allstep.launch.spec import LaunchSpec, cores_available, threads_per_rank, visible_gpus
-from allstep.launch.variables import FAILURE_FILE, glibc_version, job_variables
+from allstep.launch.memory import oom_kills
+from allstep.launch.party import Alone, Party, Stopped
+from allstep.launch.signals import Signals
+from allstep.launch.spec import LaunchSpec
+from allstep.launch.start import Guardian, end_at_once, start_ranks
 
 if TYPE_CHECKING:
-    from allstep.launch.failures import LaunchResult
+    from allstep.launch.result import LaunchResult
 
 __all__ = ["launch"]
 
-HOST = "127.0.0.1"
 FIRST_SLEEP = 2.0
 """Seconds in which the ranks have the cores to themselves, unless something happens."""
+LEFTOVERS = 2.0
+"""Seconds that ending those gets who left the sessions of their ranks."""
 
 
 def launch(
@@ -45,94 +46,125 @@ def launch(
         say: gets the few lines that tell what goes on; None prints them to stderr.
 
     Raises:
-        ArgumentsError: the port is taken, the folder for the output cannot be written to, or a rank cannot be started. No
-            process is left.
+        ArgumentsError: a port is taken, the folder for the output cannot be written to, a rank cannot be started, or the
+            launchers of several hosts do not come together. No process is left.
         ValueError: this is not the main thread.
     """
     started_at = time.time()
-    variables, say = os.environ if variables is None else variables, say or _to_stderr
-    processes: list[subprocess.Popen[bytes]] = []
-    with HeldPort(spec.main_process_port) as held, Signals() as signals, _orphans_adopted():
-        files = RankFiles(spec.log_dir)
+    say = say or _to_stderr
+    with Signals() as signals, _orphans_adopted():
+        party = _party(spec, signals, say)
         try:
-            _start(spec, variables, held.port, files, say, processes)
-            signals.wait(FIRST_SLEEP)
-            # The ranks are busy importing what they need, and would have to wait for a core while this is read.
-            from allstep.launch.watch import watch
+            result = _Launch(spec, os.environ if variables is None else variables, say, signals, party).run(started_at)
+        except Stopped as stopped:
+            party.close("it was asked to stop")
+            return _stopped(stopped.signal, started_at)
+        except BaseException as error:
+            party.close(f"{type(error).__name__}: {error}")
+            raise
+        party.close()
+        return result
 
-            return watch(
-                processes, grace_period=spec.grace_period, files=files, signals=signals, say=say, started_at=started_at
-            )
+
+class _Launch:
+    """One launch in progress."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        variables: Mapping[str, str],
+        say: Callable[[str], None],
+        signals: Signals,
+        party: Party,
+    ) -> None:
+        self._spec = spec
+        self._variables = variables
+        self._say = say
+        self._signals = signals
+        self._party = party
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._guardian: Guardian | None = None
+
+    def run(self, started_at: float) -> "LaunchResult":
+        """Start generations until one is the last."""
+        generation = self._party.begin()
+        files = RankFiles(self._spec.log_dir)
+        try:
+            return self._generations(generation, files, started_at)
         except BaseException:
-            _end_at_once(processes)
+            end_at_once(self._processes)
+            end_marked(files.private, LEFTOVERS)
             files.finish(keep=False)
             raise
+        finally:
+            if self._guardian is not None:
+                self._guardian.close()
 
+    def _generations(self, generation: Generation, files: RankFiles, started_at: float) -> "LaunchResult":
+        earlier: list[str] = []
+        while True:
+            result, again = self._one(generation, files, started_at)
+            if result.exit_code != 0:
+                _reap(end_marked(files.private, LEFTOVERS))
+            if not again:
+                from dataclasses import replace
 
-def _start(
-    spec: LaunchSpec,
-    variables: Mapping[str, str],
-    port: int,
-    files: RankFiles,
-    say: Callable[[str], None],
-    processes: list[subprocess.Popen[bytes]],
-) -> None:
-    """Start the ranks, one after the other into `processes`."""
-    threads = threads_per_rank(cores_available(), spec.num_processes, variables, spec.num_cpu_threads_per_process)
-    own = job_variables(
-        variables,
-        run_id=os.urandom(16).hex(),
-        launcher_pid=os.getpid(),
-        threads=threads,
-        gpus=visible_gpus(variables),
-        glibc=glibc_version(),
-    )
-    say(_introduction(spec, port, threads, files))
-    for rank in range(spec.num_processes):
-        try:
-            processes.append(_start_rank(spec, rank, port, {**variables, **own}, files))
-        except OSError as error:
-            raise ArgumentsError(
-                f"Rank {rank} of {spec.num_processes} could not be started: {error.strerror}. Where this machine has "
-                "no more processes or memory to give, ask for fewer ranks with --num_processes."
-            ) from error
+                return replace(result, earlier=tuple(earlier), logs=files.finish(keep=result.exit_code != 0))
+            from allstep.launch.failures import cause
 
+            earlier.append(f"restart {generation.number + 1} of {generation.max_restarts}: {cause(result)}")
+            self._say(f"allstep: {earlier[-1]}")
+            files.forget()
+            generation = self._party.begin()
 
-def _start_rank(
-    spec: LaunchSpec, rank: int, port: int, variables: Mapping[str, str], files: RankFiles
-) -> subprocess.Popen[bytes]:
-    worker = WorkerEnvironment(
-        rank=rank,
-        world_size=spec.num_processes,
-        local_rank=rank,
-        local_world_size=spec.num_processes,
-        master_addr=HOST,
-        master_port=port,
-    )
-    variables = {**variables, **worker.variables(), FAILURE_FILE: files.failure(rank)}
-    command = spec.command(sys.executable)
-    if rank == 0:
-        return subprocess.Popen(command, env=variables, start_new_session=True)
-    output = files.open_log(rank)
-    try:
-        return subprocess.Popen(
-            command,
-            env=variables,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+    def _one(self, generation: Generation, files: RankFiles, started_at: float) -> "tuple[LaunchResult, bool]":
+        """Run one generation; how it ended, and whether another one follows."""
+        self._processes.clear()
+        memory = oom_kills()
+        start_ranks(self._spec, self._variables, generation, files, self._say, self._processes, self._party.interface())
+        if self._guardian is None:
+            self._guardian = Guardian(files.private)
+        self._signals.wait(FIRST_SLEEP, self._party.sockets())
+        # The ranks are busy importing what they need, and would have to wait for a core while this is read.
+        from allstep.launch.watch import watch
+
+        result = watch(
+            self._processes,
+            spec=self._spec,
+            generation=generation,
+            party=self._party,
+            files=files,
+            signals=self._signals,
+            say=self._say,
+            started_at=started_at,
+            oom_kills_before=memory,
         )
-    finally:
-        os.close(output)
+        return self._party.settle(result, result.calls_for_restart and generation.number < generation.max_restarts)
 
 
-def _end_at_once(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Leave no process behind, whatever made the launcher itself fail."""
-    for process in processes:
-        if process.returncode is None:
-            signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+def _party(spec: LaunchSpec, signals: Signals, say: Callable[[str], None]) -> Party:
+    if spec.num_machines == 1:
+        return Alone(spec)
+    if spec.machine_rank == 0:
+        from allstep.launch.first import First
+
+        return First(spec, signals, say)
+    from allstep.launch.other import Other
+
+    return Other(spec, signals)
+
+
+def _stopped(number: int, started_at: float) -> "LaunchResult":
+    from allstep.launch.result import LaunchResult
+
+    return LaunchResult.before_any_rank(number, host=os.uname().nodename, started_at=started_at, ended_at=time.time())
+
+
+def _reap(ended: list[int]) -> None:
+    """Nobody else would, in a container without an init process: their own parents have ended, and they are ours now."""
+    for pid in ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
@@ -142,15 +174,6 @@ def _orphans_adopted() -> Iterator[None]:
         yield
     finally:
         adopt_orphans(before)
-
-
-def _introduction(spec: LaunchSpec, port: int, threads: int | None, files: RankFiles) -> str:
-    count = spec.num_processes
-    each = "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''} each"
-    output = {1: "", 2: f"; output of rank 1: {files.log(1)}"}.get(
-        count, f"; output of ranks 1-{count - 1}: {os.path.dirname(files.log(1))}"
-    )
-    return f"allstep: {'1 rank' if count == 1 else f'{count} ranks'} on {HOST}:{port}{each}{output}"
 
 
 def _to_stderr(line: str) -> None:

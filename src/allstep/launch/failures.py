@@ -1,24 +1,22 @@
-"""How a launch ended, and the report that a person reads when it did not end well."""
+"""The report that a person reads when a launch did not end well."""
 
-import json
 import os
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 
-from allstep.launch.decide import JobState, Outcome, RankState, first_failure, interrupted_by, outcome
-from allstep.launch.record import FailureRecord
+from allstep.launch.job import Machine
+from allstep.launch.result import LaunchResult, RankEnd
+from allstep.launch.verdict import Outcome
 
-__all__ = ["LaunchResult", "RankEnd", "report"]
+__all__ = ["cause", "machine_named", "report"]
 
 MOST_FRAMES = 4
 """User frames in the report; the traceback above it has all of them."""
 MOST_LINES = 14
 """Lines of one message in the report. The first and the last say most: a loader's worker puts its own error at the end."""
 
-_HINTS = {
-    signal.SIGKILL: "perhaps the system ran out of memory; the launcher did not send it",
+_HINTS: dict[int, str] = {
     signal.SIGTERM: "the launcher did not send it",
     signal.SIGSEGV: "a crash in native code; its Python stack is in the output of the rank",
     signal.SIGBUS: "perhaps shared memory (/dev/shm) is full",
@@ -28,102 +26,6 @@ _HINTS = {
 _INTERRUPTED = 128 + signal.SIGINT
 _SOURCE_PLACE = re.compile(r"\[\S+:\d+\] ")
 """Where in its own C++ source a library raised: noise in a line about a consequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """How one rank ended."""
-
-    rank: int
-    outcome: Outcome
-    exit_code: int | None
-    """As subprocess gives it: minus the signal where one ended it. None: the kernel could not end it."""
-    ended_at: float | None
-    """When its end was seen, unix seconds."""
-    record: FailureRecord | None = None
-    hung: bool = False
-    """It failed, did not end after that, and was killed."""
-    left_processes: bool = False
-    """It finished, but left processes behind, which were ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchResult:
-    """How a launch ended."""
-
-    exit_code: int
-    """0; that of the rank that failed first (128 + signal where one killed it); 128 + signal after Ctrl-C and its like."""
-    ranks: tuple[RankEnd, ...]
-    host: str
-    started_at: float
-    """Unix seconds."""
-    ended_at: float
-    """Unix seconds."""
-    interrupted_by: int | None = None
-    """The signal to the launcher that ended the job."""
-    logs: tuple[str, ...] = ()
-    """Files with the output of ranks other than 0 that were kept."""
-    tail: tuple[str, ...] = ()
-    """Last lines that the rank which failed first wrote to its file."""
-
-    @classmethod
-    def of(
-        cls,
-        job: JobState,
-        *,
-        host: str,
-        started_at: float,
-        ended_at: float,
-        logs: tuple[str, ...] = (),
-        tail: tuple[str, ...] = (),
-    ) -> "LaunchResult":
-        """The result of the ended `job`."""
-        first, interrupt = first_failure(job), interrupted_by(job)
-        exit_code = _exit_status(first) if first else 128 + interrupt if interrupt else 0
-        ends = tuple(
-            RankEnd(
-                rank=state.rank,
-                outcome=outcome(job, state),
-                exit_code=state.exit_code,
-                ended_at=state.ended_at,
-                record=state.record,
-                hung=state.record is not None
-                and signal.SIGKILL in state.received
-                and state.exit_code in (None, -signal.SIGKILL),
-                left_processes=outcome(job, state) is Outcome.FINISHED and bool(state.sent) and not state.received,
-            )
-            for state in job.ranks
-        )
-        return cls(
-            exit_code=exit_code,
-            ranks=ends,
-            host=host,
-            started_at=started_at,
-            ended_at=ended_at,
-            interrupted_by=interrupt,
-            logs=logs,
-            tail=tail,
-        )
-
-    @property
-    def first_failure(self) -> RankEnd | None:
-        """The rank that failed first; None where none failed by itself."""
-        return next((end for end in self.ranks if end.outcome is Outcome.FAILED_FIRST), None)
-
-    def to_json(self) -> str:
-        """One line of JSON, for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "LaunchResult":
-        """The same object that wrote `text`."""
-        fields = json.loads(text)
-        for end in fields["ranks"]:
-            record = end["record"]
-            end["record"] = FailureRecord.from_json(json.dumps(record)) if record is not None else None
-            end["outcome"] = Outcome(end["outcome"])
-        ranks = tuple(RankEnd(**end) for end in fields["ranks"])
-        return cls(**{**fields, "ranks": ranks, "logs": tuple(fields["logs"]), "tail": tuple(fields["tail"])})
 
 
 def report(result: LaunchResult, folder: str = "") -> str:
@@ -136,11 +38,28 @@ def report(result: LaunchResult, folder: str = "") -> str:
     if first is not None:
         lines = [*_tail(result, first), *_headline(result, first), *_indented(_details(result, first, folder))]
     elif result.interrupted_by is not None:
-        lines = [f"allstep: {_interrupt(result.interrupted_by)}", *_indented([*_unended(result), *_kept(result)])]
+        rest = [*_unended(result), *_kept(result)]
+        lines = [f"allstep: {_interrupt(result.interrupted_by, result)}", *_indented([*result.earlier, *rest])]
     else:
         left = [end.rank for end in result.ranks if end.left_processes]
         lines = [f"allstep: processes that {_named(left)} left running were ended"] if left else []
+        if result.earlier:
+            lines += ["allstep: the job finished, after these failures:", *_indented(result.earlier)]
     return "\n".join(lines)
+
+
+def cause(result: LaunchResult) -> str:
+    """The first failure in a line: "rank 1 failed first: killed by signal 9 (SIGKILL)"; empty where no rank failed."""
+    first = result.first_failure
+    if first is None:
+        return ""
+    lost = _lost(result, first)
+    return lost or f"rank {first.rank} {_failed(result, first)}: {_shortened(_cause(first))}"
+
+
+def machine_named(machine: int, host: str, ranks: Sequence[int]) -> str:
+    """A host and its ranks in words: "machine 1 (node7, ranks 2-3)"."""
+    return f"machine {machine} ({host}, {_named(ranks)})"
 
 
 def _tail(result: LaunchResult, first: RankEnd) -> list[str]:
@@ -150,15 +69,42 @@ def _tail(result: LaunchResult, first: RankEnd) -> list[str]:
 
 
 def _headline(result: LaunchResult, first: RankEnd) -> list[str]:
+    lost = _lost(result, first)
+    if lost:
+        return [f"allstep: {lost}"]
     count = len(result.ranks)
     head, *more = _cut([line for line in _cause(first).splitlines() if set(line) - set(" ~^")] or [""])
-    failed = f"rank {first.rank} of {count} failed{' first' if count > 1 else ''}, on {result.host}"
+    host = f"machine {first.machine} ({result.host_of(first)})" if result.machines else result.host
+    failed = f"rank {first.rank} of {count} {_failed(result, first)}, on {host}"
     return [f"allstep: {failed}: {head}", *(f"      {line}" for line in more)]
+
+
+def _failed(result: LaunchResult, first: RankEnd) -> str:
+    if _left_early(first):
+        return "left early"
+    return "failed first" if len(result.ranks) > 1 else "failed"
+
+
+def _left_early(end: RankEnd) -> bool:
+    """Whether the rank, which brought the others down, ended without an error itself."""
+    return end.outcome is Outcome.FAILED_FIRST and end.record is None and (end.exit_code == 0 or end.stop is not None)
+
+
+def _lost(result: LaunchResult, first: RankEnd) -> str:
+    """What to say of the host of `first` where that was lost."""
+    machine: Machine | None = next((each for each in result.machines if each.machine == first.machine), None)
+    if machine is None or machine.lost_at is None or first.exit_code is not None or first.record is not None:
+        return ""
+    ranks = [end.rank for end in result.ranks if end.machine == first.machine]
+    return f"{machine_named(machine.machine, machine.host, ranks)} was lost: {machine.lost_because}"
 
 
 def _cause(end: RankEnd) -> str:
     if end.record is not None:
         return f"{end.record.error}: {end.record.message}" if end.record.message else end.record.error
+    if _left_early(end):
+        asked = f", as {_signal_name(end.stop.signal)} had asked it to" if end.stop else ""
+        return f"exit code {end.exit_code}{asked}, while others still trained"
     if end.exit_code == _INTERRUPTED:
         return f"exit code {end.exit_code}, interrupted by SIGINT"
     return _ending(end) + (", without an exception" if (end.exit_code or 0) > 0 else "")
@@ -172,7 +118,7 @@ def _details(result: LaunchResult, first: RankEnd, folder: str) -> list[str]:
         lines += [f"    {frame.source}"] if frame.source else []
     if first.record is not None:
         lines.append(_ending(first))
-    return [*lines, *_others(result), *_unended(result), *_kept(result)]
+    return [*lines, *_others(result), *_unended(result), *result.earlier, *_kept(result)]
 
 
 def _others(result: LaunchResult) -> list[str]:
@@ -180,13 +126,16 @@ def _others(result: LaunchResult) -> list[str]:
     first = result.first_failure
     assert first is not None
     lines = []
-    for kind in (Outcome.FAILED_TOO, Outcome.CONSEQUENCE, Outcome.STOPPED, Outcome.FINISHED):
+    for kind in (Outcome.FAILED_TOO, Outcome.CONSEQUENCE, Outcome.STOPPED, Outcome.FINISHED, Outcome.LOST):
         ends = [end for end in result.ranks if end.outcome is kind]
         if not ends:
             continue
         who, were = _named(end.rank for end in ends), "was" if len(ends) == 1 else "were"
         if kind is Outcome.STOPPED:
             lines.append(f"{who} {were} stopped because of it")
+        elif kind is Outcome.LOST:
+            rest = [end.rank for end in ends if end.machine != first.machine]
+            lines += [f"nothing is known of {_named(rest)}{' either' if _lost(result, first) else ''}"] if rest else []
         elif kind is Outcome.FINISHED:
             lines.append(f"{who} had finished" if _before(ends, first) else f"{who} finished")
         elif kind is Outcome.FAILED_TOO and all(_cause(end) == _cause(first) for end in ends):
@@ -201,7 +150,8 @@ def _before(ends: Sequence[RankEnd], first: RankEnd) -> bool:
 
 
 def _unended(result: LaunchResult) -> list[str]:
-    stuck = [end.rank for end in result.ranks if end.exit_code is None]
+    lost = {each.machine for each in result.machines if each.lost_at is not None}
+    stuck = [end.rank for end in result.ranks if end.exit_code is None and end.machine not in lost]
     return [f"{_named(stuck)} could not be ended, even by SIGKILL: it waits inside the kernel"] if stuck else []
 
 
@@ -211,8 +161,22 @@ def _kept(result: LaunchResult) -> list[str]:
     )
 
 
-def _interrupt(number: int) -> str:
-    return "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+def _interrupt(number: int, result: LaunchResult) -> str:
+    stopped = "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {_signal_name(number)}"
+    note = result.stop
+    if note is None:
+        return stopped
+    to = f" (sent to rank {note.rank})" if note.rank is not None and not result.asked_to_stop else ""
+    at = f" at step {note.step}" if note.step is not None else ""
+    saved = "" if note.step is None else f"; checkpoint: {note.checkpoint or 'none'}"
+    return f"{stopped}{to}{at}{saved}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
 
 
 def _ending(end: RankEnd) -> str:
@@ -221,18 +185,18 @@ def _ending(end: RankEnd) -> str:
     if end.exit_code is None or end.exit_code >= 0:
         return f"exit code {end.exit_code}"
     number = -end.exit_code
-    try:
-        known = signal.Signals(number)
-    except ValueError:  # real-time signals have no names
-        return f"killed by signal {number}"
-    return f"killed by signal {number} ({known.name})" + (f": {_HINTS[known]}" if known in _HINTS else "")
+    name = _signal_name(number)
+    hint = _memory_hint(end) if number == signal.SIGKILL else _HINTS.get(number, "")
+    return f"killed by signal {number}{f' ({name})' if name.startswith('SIG') else ''}{f': {hint}' if hint else ''}"
 
 
-def _exit_status(first: RankState) -> int:
-    code = first.exit_code
-    if code is None or -code in first.received:  # its exception is the failure; it hung on its way out
-        return 1
-    return 128 - code if code < 0 else code or 1
+def _memory_hint(end: RankEnd) -> str:
+    if end.oom_kills is None:
+        return "perhaps the system ran out of memory; the launcher did not send it"
+    if end.oom_kills == 0:
+        return "the launcher did not send it, and its control group counts no kill for want of memory"
+    count = f"{end.oom_kills} process{'es' if end.oom_kills > 1 else ''}"
+    return f"memory ran out: the kernel killed {count} of its control group for it"
 
 
 def _named(ranks: Iterable[int]) -> str:

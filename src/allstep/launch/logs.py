@@ -1,4 +1,4 @@
-"""The files of one launch: what ranks other than 0 print, and the failure records. Nobody else can read them."""
+"""The files of one launch: what ranks other than 0 print, and what ranks tell the launcher. Nobody else can read them."""
 
 import contextlib
 import os
@@ -31,20 +31,55 @@ class RankFiles:
         self._asked = log_dir is not None
         self._logs = os.path.abspath(log_dir) if log_dir is not None else self._private
         self._opened: list[int] = []
+        self._shown: dict[int, int] = {}
+
+    @property
+    def private(self) -> str:
+        """The folder of this launch. No other process than its ranks, and what they start, has it in its environment."""
+        return self._private
 
     def failure(self, rank: int) -> str:
         """Where `rank` writes its failure record."""
         return os.path.join(self._private, f"rank-{rank}.failure.json")
+
+    def stop(self, rank: int) -> str:
+        """Where `rank` says that it will stop in order."""
+        return os.path.join(self._private, f"rank-{rank}.stop.json")
+
+    def forget(self) -> None:
+        """Remove what the ranks of the last generation told. Their output stays, and that of the next goes behind it."""
+        for name in os.listdir(self._private):
+            if _is_told(name):
+                os.unlink(os.path.join(self._private, name))
 
     def log(self, rank: int) -> str:
         """Where the output of `rank` goes."""
         return os.path.join(self._logs, f"rank-{rank}.log")
 
     def open_log(self, rank: int) -> int:
-        """A descriptor of the empty file for the output of `rank`; every write goes to its end."""
-        descriptor = os.open(self.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._opened.append(rank)
+        """A descriptor of the file for the output of `rank`, empty the first time; every write goes to its end."""
+        fresh = 0 if rank in self._opened else os.O_TRUNC
+        descriptor = os.open(self.log(rank), os.O_WRONLY | os.O_CREAT | fresh | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if fresh:
+            self._opened.append(rank)
         return descriptor
+
+    def unseen(self, last: bool = False) -> list[str]:
+        """What the ranks wrote since the last call, line by line with the rank in front.
+
+        Args:
+            last: nothing will follow, so that a line without an end is one too.
+        """
+        lines = []
+        for rank in self._opened:
+            with open(self.log(rank), "rb") as file:
+                file.seek(self._shown.get(rank, 0))
+                text = file.read()
+            whole = len(text) if last else text.rfind(b"\n") + 1
+            self._shown[rank] = self._shown.get(rank, 0) + whole
+            shown = text[:whole].decode(errors="replace").removesuffix("\n").split("\n") if whole else []
+            lines += [f"[rank {rank}] {_as_shown(line)}" for line in shown]
+        return lines
 
     def tail(self, rank: int, most: int = 30) -> tuple[str, ...]:
         """The last lines that `rank` wrote, at most `most`. Of a progress bar that redraws itself, its last state."""
@@ -54,7 +89,7 @@ class RankFiles:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
-        return tuple(line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")[-most:]) if text else ()
+        return tuple(_as_shown(line) for line in text.rstrip("\n").split("\n")[-most:]) if text else ()
 
     def finish(self, keep: bool) -> tuple[str, ...]:
         """Remove what is not needed any more; returns the files kept. A folder that the user named keeps its files."""
@@ -63,9 +98,7 @@ class RankFiles:
 
             shutil.rmtree(self._private, ignore_errors=True)
             return ()
-        for name in os.listdir(self._private):
-            if ".failure.json" in name:
-                os.unlink(os.path.join(self._private, name))
+        self.forget()
         kept = []
         for rank in self._opened:
             path = self.log(rank)
@@ -76,6 +109,15 @@ class RankFiles:
         with contextlib.suppress(OSError):  # it is not empty
             os.rmdir(self._private)
         return tuple(kept)
+
+
+def _is_told(name: str) -> bool:
+    return ".failure.json" in name or ".stop.json" in name
+
+
+def _as_shown(line: str) -> str:
+    """A line as a terminal leaves it: of a progress bar that redraws itself, its last state."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _private_folder() -> str:

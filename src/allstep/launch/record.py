@@ -80,9 +80,18 @@ class FailureRecord:
 
     def write(self, path: str) -> None:
         """Put the record at `path`: a reader finds all of it or nothing."""
-        aside = f"{path}.{os.getpid()}"
-        Path(aside).write_text(self.to_json())
-        os.replace(aside, path)
+        _put(path, self.to_json())
+
+    def write_for_torch(self, path: str) -> None:
+        """Put the record at `path` as torch's elastic agent reads it; its report then shows error and traceback."""
+        extra = {"py_callstack": self.traceback, "timestamp": str(int(self.time))}
+        _put(path, json.dumps({"message": {"message": f"{self.error}: {self.message}", "extraInfo": extra}}))
+
+
+def _put(path: str, text: str) -> None:
+    aside = f"{path}.{os.getpid()}"
+    Path(aside).write_text(text)
+    os.replace(aside, path)
 
 
 def user_frames(error: BaseException, trace: TracebackType | None) -> tuple[UserFrame, ...]:

@@ -6,13 +6,15 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
-__all__ = ["Signals", "signal_group"]
+__all__ = ["Signals", "is_request", "signal_group"]
 
-_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Those by which somebody asks the job to stop. SIGCHLD only wakes."""
+_PASSED_ON = signal.SIGUSR2
+"""One that is for the ranks alone."""
 
 
 class Signals:
@@ -33,7 +35,7 @@ class Signals:
             raise
         # With a handler in place SIGINT has its default effect in the ranks, even where a shell that started this in the
         # background had it ignored. SIGHUP stays ignored where it was: that is what nohup is for.
-        for number in (signal.SIGCHLD, *_REQUESTS):
+        for number in (signal.SIGCHLD, _PASSED_ON, *_REQUESTS):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda *_: None)
         return self
@@ -48,19 +50,25 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def wait(self, seconds: float) -> None:
-        """Sleep until a signal comes, `seconds` at most."""
+    def wait(self, seconds: float, sockets: Iterable[socket.socket] = ()) -> None:
+        """Sleep until a signal comes, or something comes in at one of `sockets`; `seconds` at most."""
         poll = select.poll()  # unlike select(), it takes any descriptor
-        poll.register(self._reader, select.POLLIN)
+        for each in (self._reader, *sockets):
+            poll.register(each, select.POLLIN)
         poll.poll(max(0, math.ceil(seconds * 1000)))
 
     def taken(self) -> list[int]:
-        """The requests to stop that came since the last call."""
+        """The requests to stop that came since the last call; and SIGUSR2, which is none."""
         numbers = b""
         with contextlib.suppress(BlockingIOError):
             while chunk := self._reader.recv(4096):
                 numbers += chunk
-        return [number for number in numbers if number in _REQUESTS]
+        return [number for number in numbers if is_request(number) or number == _PASSED_ON]
+
+
+def is_request(number: int) -> bool:
+    """Whether by this signal somebody asks the job to stop."""
+    return number in _REQUESTS
 
 
 def signal_group(leader: int, number: int) -> None:

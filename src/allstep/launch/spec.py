@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from allstep.devices import visible_devices
 from allstep.errors import ArgumentsError
 
 __all__ = ["LaunchSpec", "cores_available", "default_num_processes", "threads_per_rank", "visible_gpus"]
@@ -19,14 +20,16 @@ class LaunchSpec:
     """One launch: which program, how many ranks, and what each of them is given.
 
     Raises:
-        ArgumentsError: `num_processes`, `num_cpu_threads_per_process` or `grace_period` is too small, or
-            `main_process_port` is no port. One message lists all of them.
+        ArgumentsError: a number is out of its range, or `main_process_ip` is missing on several hosts. One message lists all
+            problems.
     """
 
     script: str
     """Path of the script, or name of the module where `module` is true."""
     module: bool = False
     """Run `script` as `python -m` would."""
+    no_python: bool = False
+    """Run `script` as a program of its own, not by Python."""
     args: tuple[str, ...] = ()
     """Arguments of the script, handed on untouched."""
     num_processes: int = 1
@@ -34,14 +37,33 @@ class LaunchSpec:
     num_cpu_threads_per_process: int | None = None
     """OMP_NUM_THREADS of each rank. None: the user's OMP_NUM_THREADS, else the cores of this job divided by the ranks."""
     main_process_port: int = 0
-    """Port on which rank 0 meets the others; 0 takes a free one."""
+    """Port on which rank 0 meets the others; 0 takes a free one. On several hosts the one on which the launchers meet; 0 takes
+    29500."""
     log_dir: str | None = None
     """Folder for the output of the ranks other than 0, kept in any case. None: a private one, kept after a failure."""
-    grace_period: float = 5.0
+    grace_period: float = 10.0
     """Seconds a rank has to end after SIGTERM before it is killed."""
+    num_machines: int = 1
+    """Hosts of the job. Each runs a launch of its own, with another `machine_rank`."""
+    machine_rank: int = 0
+    """Number of this host, 0 to num_machines - 1. Rank 0 runs on machine 0."""
+    main_process_ip: str | None = None
+    """Address of machine 0, by which the others reach it; needed on several hosts, and not used on one."""
+    max_restarts: int = 0
+    """How often all ranks are started again after a failure, before the job is given up. Machine 0's counts for all."""
+    monitor_interval: float = 1.0
+    """Seconds after which a sleeping launcher looks for what no signal tells: a rank may fail and then hang."""
+    run_id: str | None = None
+    """Name of the job; the launches of its hosts must agree on it. None: a random one, by machine 0."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables added to the environment of every rank."""
+    tee: bool = False
+    """Show the output of ranks other than 0 on this terminal too, each line with its rank in front."""
 
     def __post_init__(self) -> None:
         problems = []
+        if self.module and self.no_python:
+            problems.append("module and no_python are both said: a module is run by Python")
         if self.num_processes < 1:
             problems.append(f"num_processes={self.num_processes}: expected 1 or more, one process per rank")
         if self.num_cpu_threads_per_process is not None and self.num_cpu_threads_per_process < 1:
@@ -50,12 +72,24 @@ class LaunchSpec:
             problems.append(f"main_process_port={self.main_process_port}: expected 1 to 65535, or 0 for a free one")
         if not (self.grace_period >= 0 and math.isfinite(self.grace_period)):
             problems.append(f"grace_period={self.grace_period}: expected a number of seconds, 0 or more")
+        if self.num_machines < 1:
+            problems.append(f"num_machines={self.num_machines}: expected 1 or more")
+        elif not 0 <= self.machine_rank < self.num_machines:
+            expected = f"0 to {self.num_machines - 1}" if self.num_machines > 1 else "0, as there is one machine"
+            problems.append(f"machine_rank={self.machine_rank}: expected {expected}")
+        if self.num_machines > 1 and not self.main_process_ip:
+            problems.append("main_process_ip is missing: on several hosts all need the address of machine 0")
+        if self.max_restarts < 0:
+            problems.append(f"max_restarts={self.max_restarts}: expected 0 or more")
+        if not (self.monitor_interval > 0 and math.isfinite(self.monitor_interval)):
+            problems.append(f"monitor_interval={self.monitor_interval}: expected a number of seconds above 0")
         if problems:
             raise ArgumentsError("This cannot be launched: " + "; ".join(problems) + ".")
 
     def command(self, python: str) -> list[str]:
         """The command line of one rank, run by the interpreter `python`."""
-        return [python, "-m", "allstep.launch.worker", *(["-m"] if self.module else []), self.script, *self.args]
+        how = ["-m"] if self.module else ["--no_python"] if self.no_python else []
+        return [python, "-m", "allstep.launch.worker", *how, self.script, *self.args]
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json`."""
@@ -65,7 +99,8 @@ class LaunchSpec:
     def from_json(cls, text: str) -> "LaunchSpec":
         """The same object that wrote `text`."""
         fields = json.loads(text)
-        return cls(**{**fields, "args": tuple(fields["args"])})
+        env = tuple((name, value) for name, value in fields["env"])
+        return cls(**{**fields, "args": tuple(fields["args"]), "env": env})
 
 
 def threads_per_rank(cores: int, local_ranks: int, variables: Mapping[str, str], asked: int | None = None) -> int | None:
@@ -83,20 +118,8 @@ def default_num_processes(gpus: int) -> int:
 
 
 def visible_gpus(variables: Mapping[str, str], root: str = ROOT) -> int:
-    """NVIDIA GPUs that a rank would see, counted without torch or the driver's library.
-
-    CUDA_VISIBLE_DEVICES narrows what the machine has. Like CUDA, the count ends at the first entry that is no device.
-    """
-    present = max(_entries(f"{root}/proc/driver/nvidia/gpus", ""), _entries(f"{root}/dev", "nvidia"))
-    listed = variables.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return present
-    visible = 0
-    for entry in (part.strip() for part in listed.split(",")):
-        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdecimal() and int(entry) < present):
-            break
-        visible += 1
-    return min(visible, present)
+    """Accelerators that a rank would see, see `visible_devices`."""
+    return visible_devices(variables, root)
 
 
 def cores_available(affinity: int | None = None, root: str = ROOT) -> int:
@@ -148,12 +171,3 @@ def _quota(folder: str) -> float | None:
 def _text(path: str) -> str:
     with open(path) as file:
         return file.read()
-
-
-def _entries(folder: str, prefix: str) -> int:
-    """Files in `folder` that are named `prefix` + a number, or anything where there is no prefix."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return 0
-    return sum(not prefix or (name.startswith(prefix) and name[len(prefix) :].isdecimal()) for name in names)

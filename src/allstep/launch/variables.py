@@ -3,10 +3,14 @@
 import os
 from collections.abc import Mapping
 
-__all__ = ["FAILURE_FILE", "LAUNCHER_PID", "glibc_version", "job_variables", "steady_memory"]
+from allstep.launch.generation import Generation
+
+__all__ = ["FAILURE_FILE", "LAUNCHER_PID", "STOP_FILE", "glibc_version", "job_variables", "steady_memory"]
 
 FAILURE_FILE = "ALLSTEP_FAILURE_FILE"
 """Environment variable: where a failing rank writes its record."""
+STOP_FILE = "ALLSTEP_STOP_FILE"
+"""Environment variable: where a rank that was asked to stop says that it will, and later that it has."""
 LAUNCHER_PID = "ALLSTEP_LAUNCHER_PID"
 """Environment variable: the process whose end is the end of the rank."""
 
@@ -18,25 +22,35 @@ _ANY_THRESHOLD = (2, 36)
 def job_variables(
     variables: Mapping[str, str],
     *,
-    run_id: str,
+    generation: Generation,
     launcher_pid: int,
     threads: int | None,
     gpus: int,
     glibc: tuple[int, int] | None,
+    interface: str | None = None,
 ) -> dict[str, str]:
-    """What every rank of a job is given beside who it is; `variables` are the user's.
+    """What every rank of this host is given beside who it is; `variables` are the user's.
 
     Args:
         threads: OMP_NUM_THREADS; None leaves the user's.
         gpus: GPUs in sight; without one, ranks compute on the CPU.
         glibc: version of the C library; None for another one.
+        interface: network interface by which other hosts are reached; None where there are none, or it is not known.
     """
     own = {
-        "ALLSTEP_RUN_ID": run_id,
+        "ALLSTEP_RUN_ID": generation.name,
+        "ALLSTEP_RESTART_COUNT": str(generation.number),
+        "ALLSTEP_MAX_RESTARTS": str(generation.max_restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(generation.number),
+        "GROUP_RANK": str(generation.machine),
+        "GROUP_WORLD_SIZE": str(len(generation.counts)),
         LAUNCHER_PID: str(launcher_pid),
         # Lines that a rank printed must not be lost when a signal ends it.
         "PYTHONUNBUFFERED": variables.get("PYTHONUNBUFFERED") or "1",
     }
+    if interface is not None:
+        # gloo otherwise takes the address that the host's own name stands for: often one that no other host can reach
+        own["GLOO_SOCKET_IFNAME"] = variables.get("GLOO_SOCKET_IFNAME") or interface
     if threads is not None:
         own["OMP_NUM_THREADS"] = str(threads)
     if not gpus:

@@ -34,6 +34,9 @@ class TrainerCallback:
     kwargs hold model (unwrapped), processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader, and with on_log
     `logs`, with on_evaluate and on_predict `metrics`, with on_save `checkpoint`, its folder. A control that is returned
     replaces the one passed in.
+
+    What a callback sets in `control` on one rank holds for all: the ranks agree behind each event, with one small collective. A
+    class that sets the same on every rank may say so, `decides_alike = True`, and saves that.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -124,6 +127,8 @@ class CallbackHandler:
 
 class DefaultFlowCallback(TrainerCallback):
     """Logs, evaluates and saves when the arguments say so."""
+
+    decides_alike = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Set what is due after this step; the last one of a run evaluates and saves wherever steps do."""

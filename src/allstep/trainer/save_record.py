@@ -15,16 +15,17 @@ class SaveRecord:
         self._refused: list[str] = []
         self._last_reason = ""
         self._came_in = 0
-        self._newest: Path | None = None
+        self.newest: Path | None = None
+        """The one that came in last, or that the run has gone on from."""
         self._last_failed = False
 
     def resumed_from(self, checkpoint: Path) -> None:
         """The run goes on from one that is on disk."""
-        self._newest = checkpoint
+        self.newest = checkpoint
 
     def came_in(self, checkpoint: Path) -> None:
         """One is on disk."""
-        self._newest, self._last_failed = checkpoint, False
+        self.newest, self._last_failed = checkpoint, False
         self._came_in += 1
 
     def refused(self, name: str, error: Exception) -> None:
@@ -43,6 +44,6 @@ class SaveRecord:
             f"The last of them: {self._last_reason}"
         ]
         if self._last_failed:
-            newest = "NO CHECKPOINT" if self._newest is None else f"NOTHING NEWER THAN {self._newest}"
+            newest = "NO CHECKPOINT" if self.newest is None else f"NOTHING NEWER THAN {self.newest}"
             lines.append(f"{newest} IS ON DISK: what was trained since then is lost when this process ends, unless it is saved")
         return "\n".join(lines)

@@ -86,7 +86,7 @@ class Saver:
             self._best_to_be = _Best(state.best_metric, state.best_global_step, state.best_model_checkpoint)
         try:
             self._pending = self._checkpoints.begin(
-                self._train_state(),
+                self._train_state(whole=self._run.is_stopping or not args.save_only_model),
                 global_step=state.global_step,
                 epoch=state.epoch,
                 global_batch_size=self._run.grid.global_batch_size,
@@ -97,13 +97,15 @@ class Saver:
         if not args.save_in_background:
             self.finish()
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Collective. Bring in the checkpoint that is being written beside training, if all ranks have written their files.
 
-        Ranks talk only where there is one, which all of them know.
+        Ranks talk only where there is one, which all of them know. Whether there was one to bring in.
         """
-        if self._pending is not None and all(self._run.communicator.all_gather_object(self._pending.is_written)):
-            self.finish()
+        if self._pending is None or not all(self._run.communicator.all_gather_object(self._pending.is_written)):
+            return False
+        self.finish()
+        return True
 
     def finish(self) -> None:
         """Collective. Wait for the checkpoint that is being written, if there is one, and bring it in.
@@ -130,6 +132,11 @@ class Saver:
         save, self._pending = self._pending, None
         if save is not None:
             save.abandon()
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint that came in last, or that the run has gone on from."""
+        return self._record.newest
 
     def last_words(self) -> str | None:
         """What the end of the run has to say of checkpoints that could not be written; None where all came in."""
@@ -161,9 +168,9 @@ class Saver:
         """
         run, state = self._run, self._run.callbacks.state
         # Generators are seeded for each micro-batch, so nothing depends on where they stood (test_resume_elsewhere.py).
-        wanted = dataclasses.replace(self._train_state(), with_generators=False)
+        wanted = dataclasses.replace(self._train_state(not self._run.args.save_only_model), with_generators=False)
         saved = TrainerState.from_dict(self._checkpoints.load(folder, wanted).trainer_state)
-        for name in ("epoch", "global_step", "log_history", "interval", "run"):
+        for name in ("epoch", "global_step", "log_history", "interval", "run", "skipped_steps"):
             setattr(state, name, getattr(saved, name))
         for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(state, name, getattr(saved, name))
@@ -201,9 +208,8 @@ class Saver:
         if best is not None:
             self._checkpoints.load(best, TrainState(model=self._run.bare_model, with_generators=False))
 
-    def _train_state(self) -> TrainState:
+    def _train_state(self, whole: bool) -> TrainState:
         run = self._run
-        whole = not run.args.save_only_model
         return TrainState(
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,

@@ -17,6 +17,7 @@ from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
+from allstep.comm.watchdog import HERE
 from allstep.data.loader import MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
 from allstep.data.seeding import seed_generators
@@ -36,6 +37,7 @@ from allstep.trainer.assembly import (
     sums_in_order,
 )
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
@@ -50,6 +52,7 @@ from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.schedulers import make_scheduler
 from allstep.trainer.state import TrainerControl, TrainerState
+from allstep.trainer.stopping import StopRequest, restarts, stop
 from allstep.trainer.verification import StopAfter, Verification
 
 __all__ = ["TrainOutput", "Trainer"]
@@ -105,7 +108,12 @@ class Trainer:
         self._verification = Verification.asked_for()
         if self._verification is not None:
             self.args = self._verification.adapted(self.args)
-        self.world = join(backend=self.args.ddp_backend, timeout=self.args.ddp_timeout_delta, use_cpu=self.args.use_cpu)
+        self.world = join(
+            backend=self.args.ddp_backend,
+            timeout=self.args.ddp_timeout_delta,
+            use_cpu=self.args.use_cpu,
+            wait_warning=self.args.ddp_wait_warning,
+        )
         self.communicator = communicator_for(None)
         self.device = torch.device(self.world.device)
         seed_generators(self.args.seed)
@@ -139,7 +147,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
-                or the beginning. "true" and "false" are True and False.
+                or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
+                failure goes on as with "auto" where this is None or False.
 
         Raises:
             DataError: there is nothing to train on.
@@ -150,6 +159,8 @@ class Trainer:
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
+        elif restarts() > 0 and not resume_from_checkpoint:
+            resume_from_checkpoint = "auto"  # what the script says is for the first time
         if self._model_init is not None:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)
@@ -160,7 +171,11 @@ class Trainer:
         try:
             self.sinks.open(run.plan.max_steps, first_step)
             self._is_training = True
-            loop.train(run, saver)
+            with StopRequest() as request:
+                run.model.raise_hand_if(request.is_asked)
+                loop.train(run, saver)
+                if heed_late_signals(run, request.is_asked()):
+                    stop(run, saver, request, self.sinks.message)
             if self.args.load_best_model_at_end:
                 saver.load_best()
             output = self._finish(run, first_step, time.perf_counter() - began)
@@ -225,6 +240,7 @@ class Trainer:
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),
+            say=self.sinks.message,
             log=self.log,
             evaluate=self.evaluate,
         )
@@ -330,7 +346,8 @@ class Trainer:
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         only_loss = self.args.prediction_loss_only or self.compute_metrics is None
-        _, metrics = self._evaluated(dataset, ignore_keys, metric_key_prefix, only_loss)
+        with HERE.within("evaluate"):
+            _, metrics = self._evaluated(dataset, ignore_keys, metric_key_prefix, only_loss)
         self.log(metrics)
         self.callback_handler.call("on_evaluate", metrics=metrics)
         return metrics
@@ -340,7 +357,8 @@ class Trainer:
     ) -> PredictionOutput:
         """Collective. What the model says about `test_dataset`, rows in its order, the same on every rank."""
         only_loss = self.args.prediction_loss_only
-        result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, only_loss, keeps_rows=not only_loss)
+        with HERE.within("predict"):
+            result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, only_loss, keeps_rows=not only_loss)
         self.callback_handler.call("on_predict", metrics=metrics)
         return PredictionOutput(result.predictions, result.label_ids, metrics)
 

@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 class FolderLock:
     """Only one of these is open for a folder, on this machine; on a shared file system that carries locks, on all of them.
 
-    Where the file system has no such locks, nothing is locked and nothing refused.
+    It is released when nobody holds this object any more. Where the file system has no such locks, nothing is locked and nothing refused.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -40,7 +40,8 @@ class FolderLock:
             CheckpointError: another process holds it. The message says which, as far as it can be known.
         """
         self.folder = os.fspath(folder)
-        self._descriptor: int | None = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptor: int | None = None
+        self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -69,6 +70,9 @@ class FolderLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
         self._descriptor = None
+
+    def __del__(self) -> None:
+        self.release()
 
     def __enter__(self) -> "FolderLock":
         return self

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allstep.checkpoint import folder as output_folder
+from allstep.checkpoint.folder_lock import FolderLock
 from allstep.checkpoint.generators import GeneratorStates
 from allstep.checkpoint.holds import Hold
 from allstep.checkpoint.manifest import Manifest
@@ -62,15 +63,17 @@ class CheckpointManager:
         """The checkpoint never to delete, whatever its age. Set it on every rank; only rank 0 acts on it."""
         self._ranks = communicator
         self._votes = Votes(communicator)
+        self._lock: FolderLock | None = None  # on rank 0, from `prepare` on
         self._store = CheckpointStore(self.output_dir, hook)
         self._say = say if communicator.rank == 0 else lambda line: None
         self._proven: Hold | None = None
         """The checkpoint that was just read from end to end, so that a load right after it need not do it again; rank 0's."""
 
     def prepare(self) -> None:
-        """Collective. Make the output folder, prove on every rank that it can be written, and clear a killed run's debris.
+        """Collective. Make the output folder, keep other runs out, prove on every rank that it can be written, and clear a
+        killed run's debris.
 
-        To be called before training, so that a run does not find out at its first checkpoint.
+        To be called before training, so that a run does not find out at its first checkpoint; `close` when it is over.
 
         Raises:
             CheckpointError: on every rank; names the rank, the folder and the reason. A folder made here is gone again.
@@ -82,11 +85,20 @@ class CheckpointManager:
             for folder in reversed(made):
                 folder.rmdir()
 
+        self._votes.on_first(self._take_folder, "take the output folder for itself")
         self._votes.on_all(
             lambda: output_folder.probe(self.output_dir, self._ranks.rank), "write to the output folder", undo=undo
         )
         self._votes.on_first(lambda: output_folder.sync(made), "make the output folder")
         self._votes.on_first(self._store.clean, "delete what a killed run left in the output folder")
+
+    def _take_folder(self) -> None:
+        self._lock = FolderLock(self.output_dir)
+
+    def close(self) -> None:
+        """Not collective. Let other runs into the output folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     def save(self, state: TrainState, *, global_step: int, epoch: float, global_batch_size: int) -> Path:
         """Collective. Write `checkpoint-{global_step}`, or nothing at all; its folder.

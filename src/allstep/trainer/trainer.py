@@ -165,7 +165,19 @@ class Trainer:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)
             self.optimizer, self.lr_scheduler = self._own_optimizers
-        run, saver = self._make_run(resume_from_checkpoint)
+        checkpoints = CheckpointManager(self._output_dir, self.communicator, self.args.save_total_limit, say=self.sinks.message)
+        try:
+            output = self._train(checkpoints, resume_from_checkpoint, began)
+        finally:
+            checkpoints.close()
+        if self._verification is not None:
+            raise SystemExit(0)  # what the script does afterwards is not looked at
+        return output
+
+    def _train(
+        self, checkpoints: CheckpointManager, resume_from_checkpoint: str | os.PathLike[str] | bool | None, began: float
+    ) -> "TrainOutput":
+        run, saver = self._make_run(checkpoints, resume_from_checkpoint)
         self.last_run = run
         first_step = self.state.global_step
         try:
@@ -189,14 +201,13 @@ class Trainer:
             self.sinks.close()
             if run.ledger is not None:
                 run.ledger.close()
-        if self._verification is not None:
-            raise SystemExit(0)  # what the script does afterwards is not looked at
         return output
 
-    def _make_run(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> tuple[Run, Saver]:
+    def _make_run(
+        self, checkpoints: CheckpointManager, resume_from_checkpoint: str | os.PathLike[str] | bool | None
+    ) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
         args, size = self.args, self.communicator.size
-        checkpoints = CheckpointManager(self._output_dir, self.communicator, args.save_total_limit, say=self.sinks.message)
         folder = checkpoints.resolve(resume_from_checkpoint)
         grid = make_grid(
             args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)

@@ -30,7 +30,8 @@ os.register_at_fork(after_in_child=_close_inherited)
 class FolderLock:
     """Only one of these is open for a folder, on this machine; on a shared file system that carries locks, on all of them.
 
-    It is released when nobody holds this object any more. Where the file system has no such locks, nothing is locked and nothing refused.
+    It is released when nobody holds this object any more. Where the file system has no such locks, nothing is locked and
+    nothing refused.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

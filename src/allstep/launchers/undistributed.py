@@ -30,11 +30,12 @@ def check_joined(variables: Mapping[str, str], above: Callable[[], Iterable[Proc
     """
     environment = WorkerEnvironment.from_variables(variables)
     if environment.world_size > 1:
+        who = "RANK and WORLD_SIZE say" if environment.launcher == "variables" else f"{environment.launcher} says"
         raise LaunchVariablesError(
-            f"This is rank {environment.rank} of {environment.world_size}, as {environment.launcher} says, but it has joined "
-            "no process group, so it would train alone and its gradients would not be averaged. Call allstep.join(), or "
-            "torch.distributed.init_process_group(), before DistributedDataParallel(...). To train alone here, unset RANK "
-            "and WORLD_SIZE, or those of the launcher."
+            f"This is rank {environment.rank} of {environment.world_size}, as {who}, but it has joined no process group, so it "
+            "would train alone and its gradients would not be averaged. Call allstep.join(), or "
+            "torch.distributed.init_process_group(), before DistributedDataParallel(...). To train alone here, unset RANK and "
+            "WORLD_SIZE, or those of the launcher."
         )
     check_alone(environment, variables, above)
 

@@ -56,10 +56,11 @@ def check_alone(
         count = processes_asked_of_accelerate(words)
         if count > 1:
             line = " ".join(_quoted(word) for word in words)
+            rest = " ".join(_quoted(word) for word in words if word != "--cpu")  # accelerate takes one of the two
             raise LaunchVariablesError(
                 f"`accelerate launch` was asked for {count} processes and started this one alone, as it does on machines with "
                 f"less than two GPUs, with --cpu too. Write\n    allstep launch {line}\n"
-                f"or\n    accelerate launch --multi_gpu {line}\nEither starts {count}, on the CPU where there is no GPU."
+                f"or\n    accelerate launch --multi_gpu {rest}\nEither starts {count}, on the CPU where there is no GPU."
             )
 
 

@@ -279,6 +279,17 @@ def test_a_launch_inside_a_launch_is_refused(allstep, script, tmp_path):
     assert not (tmp_path / "started").exists()
 
 
+def test_a_launch_in_each_of_several_tasks_is_refused_unless_each_is_a_machine(allstep, script):
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n1"}
+    end = allstep("launch", script(REPORT), **step)
+    assert end.returncode == 2
+    assert "slurm started 2 processes (SLURM_PROCID=1, SLURM_NTASKS=2), and each would launch a job of its own" in end.stderr
+    assert "srun python train.py" in end.stderr
+    shown = allstep("launch", "--nnodes", "2", "--print_config", **step)
+    assert shown.returncode == 0, shown.stderr
+    assert reported(allstep("launch", script(REPORT), **{**step, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}))
+
+
 # What is shown and what is kept.
 
 

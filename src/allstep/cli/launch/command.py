@@ -62,6 +62,7 @@ def launch(
     Options of allstep come before SCRIPT, with underscores or dashes; all that follows SCRIPT is left to the script. The
     words of torchrun and accelerate are understood. A setting comes from its flag, else from its variable (ALLSTEP_ and
     its name in capitals, then torchrun's or accelerate's own), else from the configuration file.
+
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, so that
     any program that uses torch.distributed runs. Rank 0 has this terminal; the output of the others goes to files, and is
     shown when they fail. When a rank fails, the others are stopped, and the end tells which failed first, where and why.

@@ -86,17 +86,41 @@ def test_checkpoints_have_the_same_bytes_and_training_went_on(ranks, tmp_path):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_all_ranks_bring_it_in_at_one_step_when_the_slowest_has_written(ranks, tmp_path, slow):
-    """And a second save waits for the first: here that of step 8 for the one of step 4 where that takes longer."""
+    """Its write begins when step 8 has been taken: the save of that step waits for it."""
     outcomes = ranks.run(train_unlike, tmp_path, slow)
     saved = [[event for event in outcome["events"] if "saved" in event] for outcome in outcomes]
     assert saved[0] == saved[1]
-    assert [event.split()[1] for event in saved[0]] == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
-    assert int(saved[0][0].split()[-1]) >= 7
+    assert saved[0][0] == "saved checkpoint-4 at 8"
+    assert saved[0][1].startswith("saved checkpoint-8 at ")
     assert saved[0][2] == "saved checkpoint-12 at 12", "the end of training waits for the last"
+    for outcome in outcomes:
+        assert outcome["events"].index(saved[0][0]) < outcome["events"].index("write 8")
 
 
 def train_unlike(rank, size, folder, slow):
-    return train(rank, size, folder, True, {4: 3} if rank == slow else {})
+    return train(rank, size, folder, True, {4: 4} if rank == slow else {})
+
+
+class SaveOnce(TrainerCallback):
+    """Saves after a step, and ends training when that is on disk."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 4
+
+    def on_save(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def save_once(rank, size, folder):
+    args = TrainingArguments(
+        str(folder), max_steps=3000, save_strategy="no", logging_strategy="no", save_in_background=True, disable_tqdm=True
+    )
+    return Trainer(RegressionNet(), args, train_dataset=Noisy(50), callbacks=[SaveOnce()]).train().global_step
+
+
+def test_it_comes_in_between_steps_without_waiting_for_another_save_or_the_end(ranks, tmp_path):
+    steps = ranks.run(save_once, tmp_path)
+    assert steps[0] == steps[1] < 3000
 
 
 def test_the_best_is_loaded_at_the_end_though_it_was_still_being_written(ranks, tmp_path):

@@ -1,3 +1,4 @@
+import os
 import pickle
 import threading
 from dataclasses import replace
@@ -341,6 +342,22 @@ def test_nothing_is_deleted_while_a_rank_reads(tmp_path: Path) -> None:
 def test_preparing_makes_the_folder_and_leaves_no_trace_in_it(tmp_path: Path) -> None:
     on_threads(2, lambda ranks: manager(tmp_path / "deep" / "run", ranks).prepare())
     assert list((tmp_path / "deep" / "run").iterdir()) == []
+
+
+def test_preparing_brings_the_names_of_new_folders_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    manager(tmp_path / "deep" / "run").prepare()
+    assert [name for name in flushed if "probe" not in name] == [".", "deep"]
+    flushed.clear()
+    manager(tmp_path / "deep" / "run").prepare()
+    assert [name for name in flushed if "probe" not in name] == []
 
 
 def test_preparing_clears_what_a_killed_run_left(tmp_path: Path) -> None:

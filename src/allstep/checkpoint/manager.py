@@ -257,13 +257,13 @@ class CheckpointManager:
         """This rank's generators, or None, with a warning on rank 0, where the ranks are not those that saved them."""
         missing = [rank for rank, there in enumerate(have) if not there]
         if manifest is not None and manifest.world_size != self._ranks.size:
-            reason = f"was saved by {manifest.world_size} ranks and is read by {self._ranks.size}"
+            why = f"was saved by {manifest.world_size} ranks and is read by {self._ranks.size}"
         elif missing:
-            reason = f"has no {', '.join(rng_file(rank, self._ranks.size) for rank in missing)}"
+            why = f"has no {', '.join(rng_file(rank, self._ranks.size) for rank in missing)}"
         else:
             return own
         if self._ranks.rank == 0:
-            _warn(f"{folder} {reason}: the random number generators start from the seed, not where they stood.")
+            _warn(f"{folder} {why}: the random number generators start from the seed, not where they stood.")
         return None
 
 

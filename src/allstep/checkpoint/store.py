@@ -154,7 +154,8 @@ class CheckpointStore:
                 for name in names:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     self._rename(staging / name, folder / name)
-                self._sync_folder(folder)
+                for written in sorted({(folder / name).parent for name in names} | {folder}, reverse=True):
+                    self._sync_folder(written)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
         except OSError as error:

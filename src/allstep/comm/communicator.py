@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -313,7 +314,14 @@ class GroupCommunicator(Communicator):
     def post_number(self, value: float) -> Callable[[], list[float]]:
         sharing = self._sharing()
         assert sharing is not None
-        return sharing.post_number(value)
+        return partial(self._numbers, sharing.post_number(value))
+
+    def _numbers(self, numbers: Callable[[], list[float]]) -> list[float]:
+        with HERE.wait("exchange of numbers"):
+            try:
+                return numbers()
+            except CollectiveError as error:
+                raise told(error) from error.__cause__
 
     def averages_in_flight(self, device: torch.device) -> bool:
         return device.type == "cuda"  # NCCL has an averaging sum; gloo does not

@@ -4,13 +4,16 @@ from pathlib import Path
 
 __all__ = ["SaveRecord"]
 
+_NAMED = 5
+"""So many are named at the end, the last ones; a long run may have hundreds."""
+
 
 class SaveRecord:
     """The saves of one run, in order."""
 
     def __init__(self) -> None:
-        self.failures: list[str] = []
-        """What the file system refused, in words."""
+        self._refused: list[str] = []
+        self._last_reason = ""
         self._came_in = 0
         self.newest: Path | None = None
         """The one that came in last, or that the run has gone on from."""
@@ -25,17 +28,21 @@ class SaveRecord:
         self.newest, self._last_failed = checkpoint, False
         self._came_in += 1
 
-    def refused(self, error: Exception) -> None:
+    def refused(self, name: str, error: Exception) -> None:
         """One could not be written."""
-        self._last_failed = True
-        self.failures.append(str(error))
+        self._last_failed, self._last_reason = True, str(error)
+        self._refused.append(name)
 
     def last_words(self) -> str | None:
         """For the end of the run: what failed, and loudly if it was the last one; None where all came in."""
-        if not self.failures:
+        if not self._refused:
             return None
-        lines = [f"{len(self.failures)} of {self._came_in + len(self.failures)} checkpoints could not be written:"]
-        lines += [f"  {failure}" for failure in self.failures]
+        named, more = ", ".join(self._refused[-_NAMED:]), len(self._refused) - _NAMED
+        before = f"{more} more and " if more > 0 else ""
+        lines = [
+            f"{len(self._refused)} of {self._came_in + len(self._refused)} checkpoints could not be written: {before}{named}. "
+            f"The last of them: {self._last_reason}"
+        ]
         if self._last_failed:
             newest = "NO CHECKPOINT" if self.newest is None else f"NOTHING NEWER THAN {self.newest}"
             lines.append(f"{newest} IS ON DISK: what was trained since then is lost when this process ends, unless it is saved")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.saves import Save
 from allstep.checkpoint.state import TrainState
+from allstep.checkpoint.store import checkpoint_name
 from allstep.data.position import DataPosition
 from allstep.data.stream_feeds import StreamFeeds
 from allstep.ddp.sync import send_buffers
@@ -81,7 +82,7 @@ class Saver:
         send_buffers(self._run.communicator, self._run.bare_model)
         args, state = self._run.args, self._run.callbacks.state
         if self._best_is_now and state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(self._checkpoints.output_dir / f"checkpoint-{state.global_step}")
+            state.best_model_checkpoint = str(self._checkpoints.output_dir / checkpoint_name(state.global_step))
             self._best_to_be = _Best(state.best_metric, state.best_global_step, state.best_model_checkpoint)
         try:
             self._pending = self._checkpoints.begin(
@@ -152,7 +153,7 @@ class Saver:
         elif self._best_to_be is not None:
             state.best_model_checkpoint = on_disk.best_model_checkpoint
         self._best_to_be = None
-        self._record.refused(error)
+        self._record.refused(checkpoint_name(step), error)
         if self._run.communicator.rank == 0:
             warnings.warn(f'{error} Training goes on; save_failure="stop" would end it here.', stacklevel=2)
 

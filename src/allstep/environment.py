@@ -13,10 +13,10 @@ from allstep.errors import LaunchVariablesError
 from allstep.launchers.ancestors import pid_of_ancestor
 from allstep.launchers.found import Found
 from allstep.launchers.found import whole_number as _number
-from allstep.launchers.mpi import read_mpi
+from allstep.launchers.mpi import mpi_numbers, read_mpi
 from allstep.launchers.slurm import read_slurm
 
-__all__ = ["WorkerEnvironment"]
+__all__ = ["WorkerEnvironment", "started_by_scheduler"]
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a process of a larger world cannot do without."""
@@ -67,7 +67,7 @@ class WorkerEnvironment:
         present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if variables.get(name)]
         launcher = _launcher(variables)
         # A launcher below SLURM or MPI has numbers of its own; what it was started by need not even be readable.
-        found = _found(variables, ancestor) if launcher in ("variables", "none") else None
+        found = started_by_scheduler(variables, ancestor) if launcher in ("variables", "none") else None
         if found is not None:
             _check_agreement(present, variables, found)
             if not {"RANK", "WORLD_SIZE"} <= {*present}:
@@ -165,12 +165,18 @@ def _launcher(variables: Mapping[str, str]) -> str:
     return "kubeflow" if variables.get("PET_NNODES") else "variables"
 
 
-def _found(variables: Mapping[str, str], ancestor: Callable[[str], int | None]) -> Found | None:
-    """What SLURM or MPI says of this process. None where neither started it."""
-    step, mpi = read_slurm(variables), read_mpi(variables, ancestor)
-    if step is not None and mpi is not None and (step.rank, step.world_size) != (mpi.rank, mpi.world_size):
-        return mpi  # mpirun starts its daemons as a step of their own, and the ranks below them inherit its variables
-    return step or mpi
+def started_by_scheduler(variables: Mapping[str, str], ancestor: Callable[[str], int | None] = pid_of_ancestor) -> Found | None:
+    """What SLURM or MPI says of this process. None where neither started it.
+
+    Raises:
+        LaunchVariablesError: some of their variables are missing, or are no numbers.
+    """
+    step = read_slurm(variables)
+    # mpirun starts its daemons as a step of their own, and the ranks below them inherit the variables of that step; srun
+    # itself can speak PMI, and then says the same twice
+    if step is None or mpi_numbers(variables) not in (None, (step.rank, step.world_size)):
+        return read_mpi(variables, ancestor)
+    return step
 
 
 def _check_agreement(present: list[str], variables: Mapping[str, str], found: Found) -> None:

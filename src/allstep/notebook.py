@@ -52,8 +52,9 @@ def notebook_launcher(
     process goes. One rank is called in this process.
 
     Ranks are forked, so that functions, lambdas and classes of the notebook need not be sent anywhere, if a forked copy of
-    this process can compute; that is tried out first. It cannot after an accelerator was used here, or autograd, or several
-    threads. Then ranks are new processes, to which `function` is sent by cloudpickle, or as a name that can be imported.
+    this process can compute; that is tried out first. It cannot after an accelerator was used here, nor with several threads
+    after this process had several at work. Then ranks are new processes, to which `function` is sent by cloudpickle, or as a
+    name that can be imported.
 
     Args:
         function: what each rank calls.
@@ -97,8 +98,10 @@ def fork_problem(threads: int) -> str | None:
         _probe(writer, threads)
     os.close(writer)
     try:
-        ready, _, _ = select.select([reader], [], [], PROBE_SECONDS)
-        text = os.read(reader, 4096).decode(errors="replace") if ready else "it hangs in its first computation"
+        poll = select.poll()  # unlike select(), it takes any descriptor
+        poll.register(reader, select.POLLIN)
+        answered = poll.poll(PROBE_SECONDS * 1000)
+        text = os.read(reader, 4096).decode(errors="replace") if answered else "it hangs in its first computation"
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)

@@ -121,19 +121,23 @@ def test_what_ranks_see_of_devices_and_precision_is_set_for_them(allstep, script
 
 
 def test_a_program_that_is_not_python_is_run_as_it_is(allstep, tmp_path):
-    code = 'echo "$RANK of $WORLD_SIZE: $1"; exit $RANK'
+    os.mkfifo(tmp_path / "said")  # rank 1 fails when rank 0 has spoken
+    code = 'if [ $RANK = 0 ]; then echo "0 of $WORLD_SIZE: $1"; echo > said; else read x < said; exit 1; fi'
     end = allstep("launch", "--num_processes", "2", "--no_python", "sh", "-c", code, "sh", "--x")
     assert end.stdout == "0 of 2: --x\n"
     assert "rank 1 of 2 failed first" in end.stderr
     assert end.returncode == 1
 
 
-def test_machines_that_come_and_go_are_handed_to_torchs_agent_with_the_failure_of_a_rank(allstep, script):
+def test_machines_that_come_and_go_are_handed_to_torchs_agent_with_the_failure_of_a_rank(allstep, script, tmp_path):
+    os.mkfifo(tmp_path / "said")  # rank 1 fails when rank 0 has spoken
     code = """
         import os
         print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
-        if os.environ["RANK"] == "1":
-            raise ValueError("bad row")
+        with open("said", "r" if os.environ["RANK"] == "1" else "w") as said:
+            if said.readable():
+                said.read()
+                raise ValueError("bad row")
     """
     rendezvous = ["--rdzv_endpoint", "localhost:0", "--rdzv_id", "x", "--rdzv_conf", "last_call_timeout=1"]
     end = allstep("launch", "--nnodes", "1:2", "--nproc_per_node", "2", *rendezvous, script(code))
@@ -277,6 +281,17 @@ def test_a_launch_inside_a_launch_is_refused(allstep, script, tmp_path):
     assert "This is rank 0 of another `allstep launch` already" in end.stderr
     assert end.returncode == 2
     assert not (tmp_path / "started").exists()
+
+
+def test_a_launch_in_each_of_several_tasks_is_refused_unless_each_is_a_machine(allstep, script):
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n1"}
+    end = allstep("launch", script(REPORT), **step)
+    assert end.returncode == 2
+    assert "slurm started 2 processes (SLURM_PROCID=1, SLURM_NTASKS=2), and each would launch a job of its own" in end.stderr
+    assert "srun python train.py" in end.stderr
+    shown = allstep("launch", "--nnodes", "2", "--print_config", **step)
+    assert shown.returncode == 0, shown.stderr
+    assert reported(allstep("launch", script(REPORT), **{**step, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}))
 
 
 # What is shown and what is kept.

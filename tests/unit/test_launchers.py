@@ -215,7 +215,23 @@ def test_a_step_that_started_the_daemons_of_mpirun_is_not_the_job():
 
 
 def test_srun_that_speaks_pmi_is_still_a_step():
-    assert read({**STEP, "PMI_RANK": "2", "PMI_SIZE": "3", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}).launcher == "slurm"
+    """As `srun --mpi=pmi2` of SLURM 22.05 sets them."""
+    assert read({**STEP, "PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "13", "PMI_JOBID": "4711.0"}).launcher == "slurm"
+
+
+def test_ranks_below_the_daemons_of_mpirun_inherit_a_step_that_is_not_theirs():
+    """As seen in an allocation of two nodes: four ranks, and a step of the two daemons."""
+    daemon = {
+        **STEP,
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    rank = {**OPENMPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "gpu08"}
+    environment = read({**daemon, **rank})
+    assert (environment.rank, environment.world_size, environment.local_rank) == (3, 4, 1)
+    assert (environment.launcher, environment.master_addr) == ("openmpi", "gpu08")
 
 
 # RANK and WORLD_SIZE beside them.

@@ -40,6 +40,13 @@ def test_one_process_where_accelerate_was_asked_for_four_is_told_the_line_to_typ
     assert "\n    accelerate launch --multi_gpu --num_processes 4 train.py --name 'a b'\n" in str(caught.value)
 
 
+def test_accelerates_two_flags_that_exclude_one_another_are_not_both_told():
+    with pytest.raises(LaunchVariablesError) as caught:
+        check_alone(WorkerEnvironment(), BY_ACCELERATE, below("accelerate launch --cpu --num_processes 4 train.py"))
+    assert "\n    allstep launch --cpu --num_processes 4 train.py\n" in str(caught.value)
+    assert "\n    accelerate launch --multi_gpu --num_processes 4 train.py\n" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("words", "count"),
     [

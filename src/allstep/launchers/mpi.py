@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from allstep.errors import LaunchVariablesError
 from allstep.launchers.found import Found, port_of, whole_number
 
-__all__ = ["PROXY", "read_mpi"]
+__all__ = ["PROXY", "mpi_numbers", "read_mpi"]
 
 PROXY = "hydra_pmi_proxy"
 """Program that starts the ranks of one host for MPICH and Intel MPI. MPICH leaves no variable that names the job."""
@@ -77,6 +77,16 @@ _ALL = (
 )
 
 
+def mpi_numbers(variables: Mapping[str, str]) -> tuple[int, int] | None:
+    """Rank and number of ranks of this process in an MPI job; None where no MPI started it.
+
+    Raises:
+        LaunchVariablesError: they are no numbers.
+    """
+    words = _words(variables)
+    return (whole_number(words.rank, variables), whole_number(words.world_size, variables)) if words is not None else None
+
+
 def read_mpi(variables: Mapping[str, str], ancestor: Callable[[str], int | None]) -> Found | None:
     """This process as a rank of an MPI job; None where no MPI started it.
 
@@ -86,9 +96,15 @@ def read_mpi(variables: Mapping[str, str], ancestor: Callable[[str], int | None]
     Raises:
         LaunchVariablesError: some of the variables are missing, or are no numbers.
     """
+    words = _words(variables)
+    return _read(words, variables, ancestor) if words is not None else None
+
+
+def _words(variables: Mapping[str, str]) -> _Words | None:
+    """Those of the MPI that started this process."""
     for words in _ALL:
         if any(variables.get(sign) for sign in words.signs) and variables.get(words.world_size):
-            return _read(words, variables, ancestor)
+            return words
     return None
 
 

@@ -30,11 +30,12 @@ def check_joined(variables: Mapping[str, str], above: Callable[[], Iterable[Proc
     """
     environment = WorkerEnvironment.from_variables(variables)
     if environment.world_size > 1:
+        who = "RANK and WORLD_SIZE say" if environment.launcher == "variables" else f"{environment.launcher} says"
         raise LaunchVariablesError(
-            f"This is rank {environment.rank} of {environment.world_size}, as {environment.launcher} says, but it has joined "
-            "no process group, so it would train alone and its gradients would not be averaged. Call allstep.join(), or "
-            "torch.distributed.init_process_group(), before DistributedDataParallel(...). To train alone here, unset RANK "
-            "and WORLD_SIZE, or those of the launcher."
+            f"This is rank {environment.rank} of {environment.world_size}, as {who}, but it has joined no process group, so it "
+            "would train alone and its gradients would not be averaged. Call allstep.join(), or "
+            "torch.distributed.init_process_group(), before DistributedDataParallel(...). To train alone here, unset RANK and "
+            "WORLD_SIZE, or those of the launcher."
         )
     check_alone(environment, variables, above)
 
@@ -55,10 +56,11 @@ def check_alone(
         count = processes_asked_of_accelerate(words)
         if count > 1:
             line = " ".join(_quoted(word) for word in words)
+            rest = " ".join(_quoted(word) for word in words if word != "--cpu")  # accelerate takes one of the two
             raise LaunchVariablesError(
                 f"`accelerate launch` was asked for {count} processes and started this one alone, as it does on machines with "
                 f"less than two GPUs, with --cpu too. Write\n    allstep launch {line}\n"
-                f"or\n    accelerate launch --multi_gpu {line}\nEither starts {count}, on the CPU where there is no GPU."
+                f"or\n    accelerate launch --multi_gpu {rest}\nEither starts {count}, on the CPU where there is no GPU."
             )
 
 

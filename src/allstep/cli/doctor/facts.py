@@ -25,9 +25,11 @@ __all__ = ["launcher_facts", "machine_facts", "network_facts", "software_facts"]
 OPTIONAL = ("transformers", "accelerate", "datasets", "tensorboard", "matplotlib", "PyYAML", "cloudpickle")
 REQUIRED = ("torch", "numpy", "safetensors", "tqdm", "click")
 
-_PREFIXES = ("ALLSTEP_", "TORCHELASTIC_", "ACCELERATE_", "PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM")
+_PREFIXES = ("ALLSTEP_", "TORCHELASTIC_", "ACCELERATE_", "PET_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_")
 _NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 _NAMES |= {kind.visible for kind in KINDS if kind.visible} | {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+_OF_SLURM = "JOB_ID JOB_NODELIST NTASKS STEP_ID STEP_NODELIST STEP_NUM_TASKS STEP_TASKS_PER_NODE PROCID LOCALID NODEID PTY_PORT"
+_NAMES |= {f"SLURM_{name}" for name in _OF_SLURM.split()}  # of some forty
 
 _SIOCGIFADDR = 0x8915
 _LOOKUP_SECONDS = 5.0

@@ -9,7 +9,7 @@ __all__ = ["Problem", "problems_of"]
 
 MIB = 1 << 20
 LITTLE_SHM = 256 * MIB
-"""Less free shared memory than this is little: gradients of ranks and batches of loader workers both live there."""
+"""Less free space than this in /dev/shm is little. Containers have 64 MiB unless told otherwise."""
 FEW_FILES = 1024
 
 
@@ -64,13 +64,15 @@ def _machine(machine: Mapping[str, Any]) -> Iterator[Problem]:
     if shm is None or not shm["writable"]:
         state = "is not there" if shm is None else "cannot be written to"
         yield Problem(
-            what=f"/dev/shm {state}: ranks on the CPU talk over gloo instead.",
+            what=f"/dev/shm {state}: loader workers hand over their batches there, and NCCL its messages. The backend shm does "
+            "not need it.",
             remedy="mount -t tmpfs -o size=1g tmpfs /dev/shm",
             broken=False,
         )
     elif shm["free"] < LITTLE_SHM:
         yield Problem(
-            what=f"/dev/shm has {shm['free'] // MIB} MiB free: too little for larger models on the CPU, and loader workers.",
+            what=f"/dev/shm has {shm['free'] // MIB} MiB free, which loader workers can fill with a few batches, and NCCL with "
+            "its messages. The backend shm does not need it.",
             remedy="docker run --shm-size=1g ...    # outside of containers: mount -o remount,size=1g /dev/shm",
             broken=False,
         )

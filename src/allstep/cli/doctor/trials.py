@@ -16,7 +16,7 @@ SECONDS = 120.0
 """For one trial, with everything that it imports."""
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PREFIXES = ("ALLSTEP_", "TORCHELASTIC_", "ACCELERATE_", "PET_")
+_PREFIXES = ("ALLSTEP_", "TORCHELASTIC_", "ACCELERATE_", "PET_", "SLURM_", "OMPI_", "PMIX_", "PMI_", "MPI_", "MV2_", "I_MPI_")
 
 
 def try_torch(seconds: float = SECONDS) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import click
 from allstep.cli.launch.describe import described
 from allstep.cli.launch.options import LaunchCommand, setting_options
 from allstep.devices import kind_here
+from allstep.environment import started_by_scheduler
 from allstep.errors import AllstepError
 from allstep.launch.config_file import CONFIG_FILE, read_config_file
 from allstep.launch.foreign import WITHOUT_EFFECT
@@ -18,6 +19,7 @@ from allstep.launch.plan import (
     elastic_command,
     elastic_variables,
     is_elastic,
+    machines_of,
     spec_of,
     variables_of,
 )
@@ -60,6 +62,7 @@ def launch(
     Options of allstep come before SCRIPT, with underscores or dashes; all that follows SCRIPT is left to the script. The
     words of torchrun and accelerate are understood. A setting comes from its flag, else from its variable (ALLSTEP_ and
     its name in capitals, then torchrun's or accelerate's own), else from the configuration file.
+
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, so that
     any program that uses torch.distributed runs. Rank 0 has this terminal; the output of the others goes to files, and is
     shown when they fail. When a rank fails, the others are stopped, and the end tells which failed first, where and why.
@@ -83,7 +86,7 @@ def launch(
             return
         if script is None:
             raise click.MissingParameter(param_type="argument", param_hint="'SCRIPT'")
-        _refuse_nesting()
+        _refuse_nesting(resolved)
         program = Program(script=script, module=module, no_python=no_python, args=args)
         _find(program)
         if is_elastic(resolved):
@@ -159,11 +162,27 @@ def _find(program: Program) -> None:
     raise click.UsageError(f"SCRIPT {script!r} is not there: looked for {os.path.abspath(script)}.{hint}")
 
 
-def _refuse_nesting() -> None:
+def _refuse_nesting(resolved: Mapping[str, Value]) -> None:
+    """Refuse to start a job of its own in each of several processes.
+
+    Raises:
+        UsageError: this is a rank already, or one of several tasks that would each start all ranks.
+        LaunchVariablesError: the variables of SLURM or MPI cannot be read.
+    """
     if os.environ.get("ALLSTEP_RUN_ID") and os.environ.get("RANK"):
         raise click.UsageError(
             f"This is rank {os.environ['RANK']} of another `allstep launch` already; each of its ranks would start ranks of "
             "its own. Launch once, from outside, or unset ALLSTEP_RUN_ID where this is meant."
+        )
+    above = started_by_scheduler(os.environ)
+    if above is not None and above.world_size > 1 and machines_of(resolved)[1] == 1:
+        said = ", ".join(f"{name}={value}" for name, value in above.said.items())
+        first, _ = above.said
+        raise click.UsageError(
+            f"{above.launcher} started {above.world_size} processes ({said}), and each would launch a job of its own here. "
+            "Start the script itself, which then finds the others: `srun python train.py` or `mpirun python train.py`. Or one "
+            "launch on each machine, with --num_machines, --machine_rank and --main_process_ip. Where separate jobs are meant, "
+            f"unset {first} before each."
         )
 
 

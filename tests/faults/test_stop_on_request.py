@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves once, at a step that all ranks agree on, leaves with 143, and goes on to the same weights."""
+"""A run that is asked to stop saves once, at a step that all ranks agree on, leaves with 143, and goes on to equal weights."""
 
 import json
 import os

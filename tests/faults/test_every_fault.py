@@ -115,7 +115,7 @@ def test_the_fault_fires_the_job_ends_and_the_right_rank_is_named(launch, name, 
     case = CASES[name]
     where = FAULT.format(rank=case.rank, step=case.step)
     job = launch(SCRIPT.format(fault=f"faults.{case.fault}{where})"))
-    job.start("--grace_period", "1", script_args=(backend,))
+    job.start("--grace_period", "3", script_args=(backend,))
     status, errors = job.end()
     assert status == case.exit_code, errors
     for words in case.said:

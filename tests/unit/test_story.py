@@ -37,7 +37,7 @@ def test_a_stopped_process_is_late_though_its_last_word_was_that_it_waits():
 def test_a_process_that_has_ended_is_late():
     story = tell([works(0, process="gone", left="has failed: ValueError: no"), waits(1)])
     assert story.late == (0,)
-    assert "rank 0 (process 77 on here) has ended: it has failed: ValueError: no; it was in data" in story.lines[0]
+    assert "rank 0 (process 77 on here) has ended: it has failed: ValueError: no; last heard of in data" in story.lines[0]
 
 
 def test_a_rank_that_has_left_is_told_by_its_reason():

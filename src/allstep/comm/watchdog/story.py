@@ -129,7 +129,7 @@ def _stage(each: Sighting) -> str:
 
 
 def _why_late(each: Sighting) -> str:
-    was = f"it was in {_stage(each)}"
+    was = f"last heard of in {_stage(each)}"
     if each.process == "gone":
         return f"has ended{f': it {each.left}' if each.left else ''}; {was}"
     if each.process == "stopped":

@@ -1,11 +1,13 @@
 """A launch that goes wrong: which rank is named, with which exit status, and that no process is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,13 @@ SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); p
 
 DEADLINE = 60.0
 """Seconds after which a test that waits gives up."""
+
+
+def eventually(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # A rank fails by itself.
@@ -147,6 +156,38 @@ def test_a_killed_rank_of_a_torch_program_is_named_and_not_who_noticed(launch):
     assert status == 128 + signal.SIGKILL
     assert "rank 1 of 2 failed first" in job.report(errors)[0]
     assert job.marked() == []
+
+
+@pytest.fixture
+def little_memory():
+    """A control group with 100 MiB; gives the command that puts what follows it there."""
+    folder = Path("/sys/fs/cgroup/memory", f"allstep-{uuid.uuid4().hex[:8]}")
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(100 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"control groups cannot be made here: {error.strerror}")
+    yield ("sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh")
+    eventually(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_so(launch, little_memory):
+    job = launch("""
+        ready()
+        if rank == 0:
+            block()
+        taken = []
+        while True:
+            taken.append(bytearray(1 << 20))
+    """)
+    job.start(before=little_memory)
+    status, errors = job.end()
+    assert status == 137
+    first, *_ = job.report(errors)
+    assert "killed by signal 9 (SIGKILL): memory ran out: the kernel killed 1 process of its control group for it" in first
 
 
 # Somebody stops the launcher.
@@ -414,13 +455,6 @@ SAVES = """
 """
 
 
-def eventually(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
     job = launch(POLITE + SAVES)
@@ -494,3 +528,43 @@ def test_output_of_all_ranks_can_be_shown_with_the_rank_in_front(launch):
     status, errors = job.end()
     assert status == 0
     assert [line for line in errors.splitlines() if line.startswith("[")] == ["[rank 1] hello from 1", "[rank 1] no end"]
+
+
+# Many launches.
+
+MEET = """
+    import socket
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen()
+            connection, _ = listener.accept()
+            assert connection.recv(100).decode() == os.environ["ALLSTEP_RUN_ID"]
+    else:
+        while True:
+            try:
+                connection = socket.create_connection(place)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        connection.sendall(os.environ["ALLSTEP_RUN_ID"].encode())
+"""
+JOIN = """
+    import allstep, torch
+
+    allstep.join()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    assert total.item() == 2
+"""
+
+
+@pytest.mark.parametrize("code", [MEET, pytest.param(JOIN, marks=pytest.mark.long)], ids=["sockets", "torch"])
+def test_twenty_launches_at_once_do_not_disturb_one_another(launch, code):
+    jobs = [launch(code, f"job-{number}") for number in range(20)]
+    for job in jobs:
+        job.start()
+    assert [job.process.wait(timeout=10 * DEADLINE) for job in jobs] == [0] * 20

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 import uuid
 
 import pytest
@@ -292,10 +293,13 @@ def test_strangers_and_launchers_of_other_jobs_end_nothing(both, launch, port):
 
 def knock(port, data=b""):
     """A connection to the launcher, as soon as it listens, on which `data` was sent."""
+    deadline = time.monotonic() + 60
     while True:
         try:
             stranger = socket.create_connection(("127.0.0.1", port), timeout=60)
         except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
             continue
         with contextlib.suppress(OSError):  # it does not read all of it
             stranger.sendall(data)

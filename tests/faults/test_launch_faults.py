@@ -530,6 +530,29 @@ def test_output_of_all_ranks_can_be_shown_with_the_rank_in_front(launch):
     assert [line for line in errors.splitlines() if line.startswith("[")] == ["[rank 1] hello from 1", "[rank 1] no end"]
 
 
+def test_a_terminal_that_takes_no_more_does_not_hold_up_the_launcher(launch):
+    job = launch("""
+        if rank == 1:
+            for number in range(20_000):
+                print("x" * 50, number)
+            open("written", "w").close()
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            os._exit(3)
+        block()
+    """)
+    job.start("--tee", "--log_dir", "logs")
+    eventually((job.folder / "written").exists)
+    (job.folder / "go").touch()
+    log = job.folder / "logs" / "rank-1.log"
+    eventually(lambda: job.others() == [])  # it has ended the ranks, though nobody has read a line
+    status, errors = job.end()
+    assert status == 3
+    assert [line for line in errors.splitlines() if line.startswith("[")] == [
+        f"[rank 1] {line}" for line in log.read_text().splitlines()
+    ]
+
+
 # Many launches.
 
 MEET = """

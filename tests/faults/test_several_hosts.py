@@ -212,7 +212,33 @@ def test_both_hosts_report_the_rank_that_failed_first(both, port, failing):
         assert rest[2].endswith("train.py:20 in step")
         assert [rest[1], *rest[3:5]] == ["step(7)", 'raise ValueError(f"bad batch {batch}")', "exit code 1"]
         assert "were stopped because of it" in rest[5]
+        if failing == 2:  # its output is in a file, on one host
+            assert "allstep: last output of rank 2:" in errors.splitlines()
+            assert "  | ValueError: bad batch 7" in errors.splitlines()
     assert jobs.nothing_left()
+
+
+def test_a_host_whose_ranks_have_ended_hears_how_the_others_end(both, port):
+    jobs = both("""
+        if rank == 2:
+            ready()
+            sys.exit(0)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        raise ValueError("later")
+    """).start(port)
+    jobs.jobs[1].ready(1)
+    deadline = time.monotonic() + 60
+    while jobs.jobs[1].others():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (jobs.jobs[0].folder / "go").touch()
+    ends = jobs.end()
+    assert [status for status, _ in ends] == [1, 1]
+    for job, (_, errors) in zip(jobs.jobs, ends, strict=True):
+        first, *rest = job.report(errors)
+        assert first.endswith("ValueError: later")
+        assert "rank 2 had finished" in rest
 
 
 def test_the_exit_status_is_the_same_on_both_hosts(both, port):

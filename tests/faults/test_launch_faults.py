@@ -458,12 +458,12 @@ SAVES = """
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
     job = launch(POLITE + SAVES)
-    job.start("--grace_period", "0.2", "--monitor_interval", "0.05")
+    job.start("--grace_period", "1", "--monitor_interval", "0.05")
     job.ready(2)
     job.process.send_signal(number)
     eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))
     with pytest.raises(subprocess.TimeoutExpired):
-        job.process.wait(timeout=1.0)  # five times the grace period
+        job.process.wait(timeout=1.5)  # the grace period, and half of it
     (job.folder / "go").touch()
     status, errors = job.end()
     assert status == 143
@@ -473,7 +473,7 @@ def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
 
 def test_ranks_that_stop_in_order_are_killed_after_a_second_signal(launch):
     job = launch(POLITE)
-    job.start("--grace_period", "0.2", "--monitor_interval", "0.05")
+    job.start("--grace_period", "1", "--monitor_interval", "0.05")
     job.ready(2)
     job.process.send_signal(signal.SIGTERM)
     eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))

@@ -259,6 +259,35 @@ def test_a_signal_to_one_launcher_stops_the_ranks_of_both(both, port, asked):
     assert jobs.nothing_left()
 
 
+def test_ranks_of_both_hosts_stop_in_order(both, port):
+    jobs = both("""
+        import json
+
+        def note(**more):
+            with open(os.environ["ALLSTEP_STOP_FILE"] + ".new", "w") as file:
+                json.dump({"signal": 10, **more}, file)
+            os.replace(os.environ["ALLSTEP_STOP_FILE"] + ".new", os.environ["ALLSTEP_STOP_FILE"])
+
+        asked = []
+        signal.signal(signal.SIGUSR1, lambda *_: asked.append(note()))
+        ignore(signal.SIGTERM)
+        ready()
+        while not asked or not os.path.exists("go"):
+            time.sleep(0.01)
+        note(rank=2, step=7, checkpoint="out/checkpoint-7")
+        sys.exit(143)
+    """).start(port, "--grace_period", "1", "--monitor_interval", "0.05")
+    jobs.ready()
+    jobs.jobs[1].process.send_signal(signal.SIGUSR1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        jobs.jobs[0].process.wait(timeout=1.5)  # the grace period, and half of it
+    for job in jobs.jobs:
+        (job.folder / "go").touch()
+    for status, errors in jobs.end():
+        assert status == 143
+        assert "allstep: stopped by SIGUSR1 at step 7; checkpoint: out/checkpoint-7" in errors.splitlines()
+
+
 def test_all_hosts_start_again_together(both, port):
     jobs = both("""
         count = os.environ["ALLSTEP_RESTART_COUNT"]

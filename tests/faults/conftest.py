@@ -86,6 +86,10 @@ class Launch:
         assert starts, errors
         return [line.strip() for line in lines[starts[-1] :]]
 
+    def others(self) -> list[int]:
+        """Its processes but for the launcher."""
+        return [pid for pid in self.marked() if pid != self.process.pid]
+
     def gone(self) -> bool:
         """Wait until none of its processes is left; whether that came."""
         deadline = time.monotonic() + DEADLINE

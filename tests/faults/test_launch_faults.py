@@ -1,11 +1,13 @@
 """A launch that goes wrong: which rank is named, with which exit status, and that no process is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,13 @@ SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); p
 
 DEADLINE = 60.0
 """Seconds after which a test that waits gives up."""
+
+
+def eventually(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # A rank fails by itself.
@@ -147,6 +156,38 @@ def test_a_killed_rank_of_a_torch_program_is_named_and_not_who_noticed(launch):
     assert status == 128 + signal.SIGKILL
     assert "rank 1 of 2 failed first" in job.report(errors)[0]
     assert job.marked() == []
+
+
+@pytest.fixture
+def little_memory():
+    """A control group with 100 MiB; gives the command that puts what follows it there."""
+    folder = Path("/sys/fs/cgroup/memory", f"allstep-{uuid.uuid4().hex[:8]}")
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(100 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"control groups cannot be made here: {error.strerror}")
+    yield ("sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh")
+    eventually(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_so(launch, little_memory):
+    job = launch("""
+        ready()
+        if rank == 0:
+            block()
+        taken = []
+        while True:
+            taken.append(bytearray(1 << 20))
+    """)
+    job.start(before=little_memory)
+    status, errors = job.end()
+    assert status == 137
+    first, *_ = job.report(errors)
+    assert "killed by signal 9 (SIGKILL): memory ran out: the kernel killed 1 process of its control group for it" in first
 
 
 # Somebody stops the launcher.
@@ -371,7 +412,7 @@ def test_a_rank_that_leaves_early_is_named_as_the_cause(launch):
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
         if rank == 1:
-            sys.exit(0)
+            os._exit(0)  # torch at times aborts where one leaves with its group
         dist.all_reduce(torch.ones(1))
     """)
     job.start()
@@ -414,22 +455,15 @@ SAVES = """
 """
 
 
-def eventually(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
     job = launch(POLITE + SAVES)
-    job.start("--grace_period", "0.2", "--monitor_interval", "0.05")
+    job.start("--grace_period", "1", "--monitor_interval", "0.05")
     job.ready(2)
     job.process.send_signal(number)
     eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))
     with pytest.raises(subprocess.TimeoutExpired):
-        job.process.wait(timeout=1.0)  # five times the grace period
+        job.process.wait(timeout=1.5)  # the grace period, and half of it
     (job.folder / "go").touch()
     status, errors = job.end()
     assert status == 143
@@ -439,7 +473,7 @@ def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
 
 def test_ranks_that_stop_in_order_are_killed_after_a_second_signal(launch):
     job = launch(POLITE)
-    job.start("--grace_period", "0.2", "--monitor_interval", "0.05")
+    job.start("--grace_period", "1", "--monitor_interval", "0.05")
     job.ready(2)
     job.process.send_signal(signal.SIGTERM)
     eventually(lambda: all((job.folder / f"asked-{rank}").exists() for rank in (0, 1)))
@@ -494,3 +528,66 @@ def test_output_of_all_ranks_can_be_shown_with_the_rank_in_front(launch):
     status, errors = job.end()
     assert status == 0
     assert [line for line in errors.splitlines() if line.startswith("[")] == ["[rank 1] hello from 1", "[rank 1] no end"]
+
+
+def test_a_terminal_that_takes_no_more_does_not_hold_up_the_launcher(launch):
+    job = launch("""
+        if rank == 1:
+            for number in range(20_000):
+                print("x" * 50, number)
+            open("written", "w").close()
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            os._exit(3)
+        block()
+    """)
+    job.start("--tee", "--log_dir", "logs")
+    eventually((job.folder / "written").exists)
+    (job.folder / "go").touch()
+    log = job.folder / "logs" / "rank-1.log"
+    eventually(lambda: job.others() == [])  # it has ended the ranks, though nobody has read a line
+    status, errors = job.end()
+    assert status == 3
+    assert [line for line in errors.splitlines() if line.startswith("[")] == [
+        f"[rank 1] {line}" for line in log.read_text().splitlines()
+    ]
+
+
+# Many launches.
+
+MEET = """
+    import socket
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen()
+            connection, _ = listener.accept()
+            assert connection.recv(100).decode() == os.environ["ALLSTEP_RUN_ID"]
+    else:
+        while True:
+            try:
+                connection = socket.create_connection(place)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        connection.sendall(os.environ["ALLSTEP_RUN_ID"].encode())
+"""
+JOIN = """
+    import allstep, torch
+
+    allstep.join()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    assert total.item() == 2
+"""
+
+
+@pytest.mark.parametrize("code", [MEET, pytest.param(JOIN, marks=pytest.mark.long)], ids=["sockets", "torch"])
+def test_twenty_launches_at_once_do_not_disturb_one_another(launch, code):
+    jobs = [launch(code, f"job-{number}") for number in range(20)]
+    for job in jobs:
+        job.start()
+    assert [job.process.wait(timeout=10 * DEADLINE) for job in jobs] == [0] * 20

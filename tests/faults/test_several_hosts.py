@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 import uuid
 
 import pytest
@@ -157,9 +158,8 @@ def test_a_host_that_dies_ends_the_job_on_the_other_and_is_named(hosts, both, ki
     assert status == 1
     ranks = "ranks 0-1" if killed == 0 else "rank 2"
     first, *rest = other.report(errors)
-    assert first.startswith(f"allstep: machine {killed} ({os.uname().nodename}, {ranks}) was lost: its connection broke") or (
-        first == f"allstep: machine {killed} ({os.uname().nodename}, {ranks}) was lost: it closed the connection"
-    )
+    said = f"allstep: machine {killed} ({os.uname().nodename}, {ranks}) was lost: "
+    assert first in (f"{said}the connection was closed from there", f"{said}its connection broke: Connection reset by peer")
     assert f"{'rank 2 was' if killed == 0 else 'ranks 0-1 were'} stopped because of it" in rest
     assert all(job.gone() for job in jobs.jobs)
 
@@ -212,7 +212,33 @@ def test_both_hosts_report_the_rank_that_failed_first(both, port, failing):
         assert rest[2].endswith("train.py:20 in step")
         assert [rest[1], *rest[3:5]] == ["step(7)", 'raise ValueError(f"bad batch {batch}")', "exit code 1"]
         assert "were stopped because of it" in rest[5]
+        if failing == 2:  # its output is in a file, on one host
+            assert "allstep: last output of rank 2:" in errors.splitlines()
+            assert "  | ValueError: bad batch 7" in errors.splitlines()
     assert jobs.nothing_left()
+
+
+def test_a_host_whose_ranks_have_ended_hears_how_the_others_end(both, port):
+    jobs = both("""
+        if rank == 2:
+            ready()
+            sys.exit(0)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        raise ValueError("later")
+    """).start(port)
+    jobs.jobs[1].ready(1)
+    deadline = time.monotonic() + 60
+    while jobs.jobs[1].others():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (jobs.jobs[0].folder / "go").touch()
+    ends = jobs.end()
+    assert [status for status, _ in ends] == [1, 1]
+    for job, (_, errors) in zip(jobs.jobs, ends, strict=True):
+        first, *rest = job.report(errors)
+        assert first.endswith("ValueError: later")
+        assert "rank 2 had finished" in rest
 
 
 def test_the_exit_status_is_the_same_on_both_hosts(both, port):
@@ -231,6 +257,35 @@ def test_a_signal_to_one_launcher_stops_the_ranks_of_both(both, port, asked):
         assert errors.rstrip().endswith("allstep: stopped by SIGTERM")
     assert f"SIGTERM on machine {asked} ({os.uname().nodename}): stopping 3 ranks" in ends[1 - asked][1]
     assert jobs.nothing_left()
+
+
+def test_ranks_of_both_hosts_stop_in_order(both, port):
+    jobs = both("""
+        import json
+
+        def note(**more):
+            with open(os.environ["ALLSTEP_STOP_FILE"] + ".new", "w") as file:
+                json.dump({"signal": 10, **more}, file)
+            os.replace(os.environ["ALLSTEP_STOP_FILE"] + ".new", os.environ["ALLSTEP_STOP_FILE"])
+
+        asked = []
+        signal.signal(signal.SIGUSR1, lambda *_: asked.append(note()))
+        ignore(signal.SIGTERM)
+        ready()
+        while not asked or not os.path.exists("go"):
+            time.sleep(0.01)
+        note(rank=2, step=7, checkpoint="out/checkpoint-7")
+        sys.exit(143)
+    """).start(port, "--grace_period", "1", "--monitor_interval", "0.05")
+    jobs.ready()
+    jobs.jobs[1].process.send_signal(signal.SIGUSR1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        jobs.jobs[0].process.wait(timeout=1.5)  # the grace period, and half of it
+    for job in jobs.jobs:
+        (job.folder / "go").touch()
+    for status, errors in jobs.end():
+        assert status == 143
+        assert "allstep: stopped by SIGUSR1 at step 7; checkpoint: out/checkpoint-7" in errors.splitlines()
 
 
 def test_all_hosts_start_again_together(both, port):
@@ -293,10 +348,13 @@ def test_strangers_and_launchers_of_other_jobs_end_nothing(both, launch, port):
 
 def knock(port, data=b""):
     """A connection to the launcher, as soon as it listens, on which `data` was sent."""
+    deadline = time.monotonic() + 60
     while True:
         try:
             stranger = socket.create_connection(("127.0.0.1", port), timeout=60)
         except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
             continue
         with contextlib.suppress(OSError):  # it does not read all of it
             stranger.sendall(data)

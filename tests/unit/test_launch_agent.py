@@ -13,7 +13,7 @@ from allstep.launch.agent import launch
 from allstep.launch.spec import LaunchSpec
 from allstep.launch.verdict import Outcome
 
-HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,8 @@ def test_the_environment_of_the_ranks_can_be_given(tmp_path):
     variables = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     spec = LaunchSpec(script=str(tmp_path / "train.py"))
     assert launch(spec, variables={**variables, "GIVEN": "x"}, say=lambda _: None).exit_code == 0
+    spec = LaunchSpec(script=str(tmp_path / "train.py"), env=(("GIVEN", "x"),))
+    assert launch(spec, variables={**variables, "GIVEN": "y"}, say=lambda _: None).exit_code == 0
 
 
 def test_a_rank_that_cannot_be_started_is_an_error_and_nothing_is_left(tmp_path, temporary, monkeypatch):
@@ -97,7 +99,8 @@ def test_ranks_start_before_what_watches_over_them_is_imported(tmp_path):
     )
     loaded = set(end.stdout.split())
     assert "allstep.launch.agent" in loaded
-    heavy = {"allstep.launch.watch", "allstep.launch.decide", "allstep.launch.failures", "allstep.launch.worker"}
+    unneeded = ("watch", "decide", "job", "verdict", "result", "failures", "record", "worker", "first", "other", "channel")
+    heavy = {f"allstep.launch.{name}" for name in unneeded}
     assert not loaded & (heavy | {"tempfile", "random", "shutil", "traceback", "pathlib"})
 
 

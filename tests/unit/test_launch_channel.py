@@ -64,7 +64,7 @@ def test_what_came_before_the_end_is_still_read(ends):
     a.close()
     assert until(b) == {"kind": "last"}
     for _ in range(2):
-        with pytest.raises(Closed, match="it closed the connection"):
+        with pytest.raises(Closed, match="the connection was closed from there"):
             b.take()
 
 

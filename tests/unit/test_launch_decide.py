@@ -215,6 +215,16 @@ def test_the_same_signal_once_more_at_once_is_no_second_one():
     assert decide(state, now=21) == Wait()
 
 
+def test_the_same_signal_on_another_host_is_no_second_one():
+    both = (Request(signal=15, time=20.0), Request(signal=15, time=25.0, machine=1))
+    state = job(running(0, stop=ACK), requests=both, forwarded=True)
+    assert decide(state, now=26) == Wait()
+    keys = (Request(signal=2, time=20.0), Request(signal=2, time=21.0, machine=1))
+    assert decide(job(running(0), requests=keys, forwarded=True), now=21) == Wait(until=20 + GRACE / 2)
+    again = (*both, Request(signal=15, time=30.0, machine=1))
+    assert decide(replace(state, requests=again), now=30) == Stop(ranks=(0,))
+
+
 def test_sigusr1_again_changes_nothing():
     state = job(running(0, stop=ACK), requests=asked((signal.SIGUSR1, 20.0), (signal.SIGUSR1, 30.0)), forwarded=True)
     assert decide(state, now=30) == Wait()

@@ -88,12 +88,13 @@ def test_what_ranks_wrote_is_shown_once_and_line_by_line():
     files = RankFiles()
     written(files, 1, "one\n 1%|\r 2%|\ntwo, in")
     written(files, 2, "")
-    assert files.unseen() == ["[rank 1] one", "[rank 1]  2%|"]
+    assert next(files.unseen()) == "[rank 1] one"
+    assert list(files.unseen()) == ["[rank 1]  2%|"]
     written(files, 1, "complete\n")
     written(files, 2, "end")
-    assert files.unseen() == ["[rank 1] two, incomplete"]
-    assert files.unseen(last=True) == ["[rank 2] end"]
-    assert files.unseen(last=True) == []
+    assert list(files.unseen()) == ["[rank 1] two, incomplete"]
+    assert list(files.unseen(last=True)) == ["[rank 2] end"]
+    assert list(files.unseen(last=True)) == []
     files.finish(keep=False)
 
 

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from allstep.launch.record import FailureRecord
-from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID
+from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID, STOP_FILE
 
 WORKER = [sys.executable, "-m", "allstep.launch.worker"]
 
@@ -229,3 +229,14 @@ def test_starting_loads_neither_torch_nor_numpy_nor_the_command_line(tmp_path):
     script = write(tmp_path / "train.py", "import json, sys; print(json.dumps(sorted(sys.modules)))")
     loaded = set(json.loads(run([*WORKER, script], tmp_path).stdout))
     assert not loaded & {"torch", "numpy", "click", "subprocess", "allstep.launch.agent", "allstep.arguments"}
+
+
+@pytest.mark.parametrize(("code", "noted", "recorded"), [(143, True, False), (143, False, True), (1, True, True)])
+def test_a_rank_that_stops_in_order_leaves_no_record_of_a_failure(tmp_path, code, noted, recorded):
+    write(tmp_path / "script.py", f"import sys; sys.exit({code})")
+    if noted:
+        (tmp_path / "stop.json").write_text('{"signal": 15}')
+    record, stop = tmp_path / "failure.json", tmp_path / "stop.json"
+    end = run([*WORKER, "script.py"], tmp_path, RANK="1", **{FAILURE_FILE: str(record), STOP_FILE: str(stop)})
+    assert end.returncode == code
+    assert record.exists() is recorded

@@ -105,7 +105,7 @@ class Channel:
                     raise Closed("it sent a line that is too long")
                 if self._messages:
                     return
-            self._ended = "it closed the connection"
+            self._ended = "the connection was closed from there"
         except BlockingIOError:
             pass
         except OSError as error:

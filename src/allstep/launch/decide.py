@@ -149,16 +149,25 @@ def _given_up(state: RankState, now: float) -> bool:
 
 
 def _presses(requests: tuple[Request, ...]) -> int:
-    """How often Ctrl-C was pressed; any other signal counts once, however often it came."""
-    count, last = 1, requests[0].time
-    for request in requests[1:]:
-        if request.signal == signal.SIGINT and request.time >= last + REPEAT:
-            count, last = count + 1, request.time
-    return count
+    """How often Ctrl-C was pressed at one host; any other signal counts once, however often it came."""
+    counts = dict.fromkeys((request.machine for request in requests), 0)
+    last: dict[int, float] = {}
+    for request in requests:
+        start = last.get(request.machine)
+        if start is None or (request.signal == signal.SIGINT and request.time >= start + REPEAT):
+            counts[request.machine] += 1
+            last[request.machine] = request.time
+    return max(counts.values())
 
 
 def _second(requests: tuple[Request, ...]) -> float:
-    """When somebody asked again, by SIGTERM or Ctrl-C, who will not wait for ranks that stop in order."""
-    start = requests[0].time + REPEAT
-    times = [each.time for each in requests[1:] if each.signal in (signal.SIGTERM, signal.SIGINT) and each.time >= start]
-    return min(times, default=NEVER)
+    """When somebody asked again, by SIGTERM or Ctrl-C, who will not wait for ranks that stop in order.
+
+    The same host is meant: a scheduler signals the launchers of all, and they hear it one after the other.
+    """
+    starts: dict[int, float] = {}
+    for request in requests:
+        start = starts.setdefault(request.machine, request.time)
+        if request.signal in (signal.SIGTERM, signal.SIGINT) and request.time >= start + REPEAT:
+            return request.time
+    return NEVER

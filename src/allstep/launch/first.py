@@ -171,8 +171,8 @@ class First:
         self._views[machine] = replace(view, tail=tail)
 
     def _tell(self, job: JobState, now: float) -> None:
-        """Pass on what is known of the whole job, where that is news."""
-        news = told(job)
+        """Pass on what may make others stop their ranks, where that is news: of a large job the rest would be much."""
+        news = told(replace(job, ranks=tuple(state for state in job.ranks if state.failed)))
         for machine, channel in list(self._channels.items()):
             try:
                 if news != self._last:

@@ -1,8 +1,8 @@
 """Several hosts: machine 0 lets the others in, tells all who is where, hears what each sees, and says how it ended.
 
 The launchers form a star around machine 0. Each tells it about its own ranks, whenever something changes; machine 0 passes on
-what it knows of all. So every launcher has the whole job before it, and decides by itself what to do with its own ranks. Only
-the end is told by one: by machine 0, so that all hosts report the same. A host that is not heard of counts as lost.
+what failed, and who was asked to stop. So every launcher decides by itself what to do with its own ranks. Only the end is told
+by one: by machine 0, which knows of all, so that all hosts report the same. A host that is not heard of counts as lost.
 
 `first.py` is machine 0, `other.py` any other; here is what both do.
 """

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 from allstep.errors import ArgumentsError
 
@@ -64,22 +65,21 @@ class RankFiles:
             self._opened.append(rank)
         return descriptor
 
-    def unseen(self, last: bool = False) -> list[str]:
-        """What the ranks wrote since the last call, line by line with the rank in front.
+    def unseen(self, last: bool = False) -> Iterator[str]:
+        """What the ranks wrote and was not taken from here yet, line by line with the rank in front.
 
         Args:
             last: nothing will follow, so that a line without an end is one too.
         """
-        lines = []
         for rank in self._opened:
             with open(self.log(rank), "rb") as file:
                 file.seek(self._shown.get(rank, 0))
-                text = file.read()
-            whole = len(text) if last else text.rfind(b"\n") + 1
-            self._shown[rank] = self._shown.get(rank, 0) + whole
-            shown = text[:whole].decode(errors="replace").removesuffix("\n").split("\n") if whole else []
-            lines += [f"[rank {rank}] {_as_shown(line)}" for line in shown]
-        return lines
+                for line in file:
+                    if not (last or line.endswith(b"\n")):
+                        break
+                    self._shown[rank] = self._shown.get(rank, 0) + len(line)
+                    text = line.decode(errors="replace").removesuffix("\n")
+                    yield f"[rank {rank}] {_as_shown(text)}"
 
     def tail(self, rank: int, most: int = 30) -> tuple[str, ...]:
         """The last lines that `rank` wrote, at most `most`. Of a progress bar that redraws itself, its last state."""

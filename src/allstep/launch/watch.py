@@ -6,6 +6,7 @@ child's end is a signal, and so wakes it.
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import time
@@ -164,9 +165,12 @@ class _Watch:
         return self._files.tail(first.rank) if first is not None and not self._spec.tee else ()
 
     def _show(self, last: bool = False) -> None:
-        if self._spec.tee:
-            for line in self._files.unseen(last):
-                self._say(line)
+        if not self._spec.tee:
+            return
+        lines = self._files.unseen(last)
+        # Whoever pages through the output, or stops it by Ctrl-S, must not keep the launcher from its work.
+        while (last or _terminal_takes_more()) and (line := next(lines, None)) is not None:
+            self._say(line)
 
     def _pass_on(self, number: int) -> None:
         for process in self._processes.values():
@@ -180,6 +184,12 @@ class _Watch:
             signal_group(self._processes[rank].pid, number)
         ranks = tuple(_sent(state, number, now) if state.rank in targets else state for state in self._job.ranks)
         self._job = replace(self._job, ranks=ranks, stopped_at=self._job.stopped_at or now)
+
+
+def _terminal_takes_more() -> bool:
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _sent(state: RankState, number: int, now: float) -> RankState:

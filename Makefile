@@ -1,5 +1,6 @@
 # make demo    two ranks train a small GPT on the source of Python's standard library
 # make test    the tests
+# make long    the tests that take minutes, which make test leaves out
 # make check   lint, format, types
 # make bench   allstep against its peers on this machine, into benchmarks/results (ARGS=--quick: a minute each)
 
@@ -8,13 +9,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test long check bench clean
 
 demo: $(READY)
 	$(BIN)/allstep launch --num_processes 2 examples/train_gpt.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+long: $(READY)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -4,9 +4,14 @@ import os
 import threading
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from allstep.testing.ranks import RankPool
+
+# a busy machine is no reason to fail
+hypothesis.settings.register_profile("here", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("here")
 
 _POOLS: dict[tuple[int, str], RankPool] = {}
 

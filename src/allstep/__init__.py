@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from allstep.ddp.module import DistributedDataParallel
     from allstep.ddp.sync_batchnorm import SyncBatchNorm
     from allstep.environment import WorkerEnvironment
+    from allstep.notebook import notebook_launcher
     from allstep.trainer.callbacks import TrainerCallback
     from allstep.trainer.trainer import Trainer
 
@@ -27,6 +28,7 @@ _HOMES = {
     "all_ranks_agree": "allstep.comm.agreement",
     "join": "allstep.comm.process_group",
     "leave": "allstep.comm.process_group",
+    "notebook_launcher": "allstep.notebook",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "all_ranks_agree",
     "join",
     "leave",
+    "notebook_launcher",
 ]
 
 

@@ -173,6 +173,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("dataloader_split_streams",), *_one_of("samples", "shards")),
     (("logging_strategy", "eval_strategy"), *_one_of("no", "steps", "epoch")),
     (("save_strategy",), *_one_of("no", "steps", "epoch", "best")),
+    (("save_failure",), *_one_of("continue", "stop")),
     (
         _DICTIONARIES,
         _or_none(lambda value: isinstance(value, dict)),
@@ -205,6 +206,18 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "a number of seconds above 0, such as 1800",
     ),
     (
+        ("ddp_wait_warning",),
+        lambda value: _is_number(value) and value >= 0,
+        "a number of seconds, such as 60; write 0 for no warning before the timeout",
+    ),
+    (
+        ("ddp_drift_check_steps",),
+        lambda value: _is_whole(value) and value >= 0,
+        "a whole number of optimizer steps; write 0 for no comparison between checkpoints",
+    ),
+    (("ddp_drift_action",), *_one_of("raise", "repair")),
+    (("nonfinite_gradients",), *_one_of("raise", "skip", "ignore")),
+    (
         ("ddp_bucket_cap_mb",),
         _or_none(lambda value: _is_number(value) and value > 0),
         "a number of MiB above 0, such as 25, or None for a planned size",
@@ -231,6 +244,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (
         (
+            "auto_find_batch_size",
             "do_train",
             "do_eval",
             "do_predict",
@@ -242,6 +256,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             "prediction_loss_only",
             "batch_eval_metrics",
             "save_only_model",
+            "save_in_background",
             "load_best_model_at_end",
             "ledger",
             "dataloader_drop_last",

@@ -42,7 +42,6 @@ ELSEWHERE: Mapping[str, str] = {
     "optimizer": "write optim, or Trainer(optimizers=(optimizer, scheduler)) for one of your own",
     # Hugging Face's fields without a counterpart
     "adafactor": _LATER,
-    "auto_find_batch_size": _LATER,
     "bf16_full_eval": _LATER,
     "dataloader_in_order": "batches always come in order; leave it out",
     "dataloader_multiprocessing_context": _LATER,

@@ -59,7 +59,8 @@ class TrainingArguments:
     do_predict: bool = False
     """For the script to read: whether to predict. Trainer does not look at it."""
     resume_from_checkpoint: str | None = None
-    """For the script to read: a checkpoint folder to hand to `Trainer.train(resume_from_checkpoint=...)`."""
+    """For the script to read: what to hand to `Trainer.train(resume_from_checkpoint=...)`: a checkpoint folder, "true" for the
+    newest whole one, "auto" for that or the beginning, "false"."""
 
     # ---- how much
     per_device_train_batch_size: int = 8
@@ -68,6 +69,9 @@ class TrainingArguments:
     """Samples of one batch on one rank, in evaluation and prediction. Changes memory and speed, never the result."""
     gradient_accumulation_steps: int = 1
     """Micro-batches of one optimizer step on each rank. Gradients are reduced once a step, on the last of them."""
+    auto_find_batch_size: bool = False
+    """When a rank runs out of memory, go on with micro-batches of half the size, twice as many of them: a step consists of the
+    same samples as before, and is taken again."""
     global_batch_size: int | None = None
     """Samples of one optimizer step on all ranks. When set, accumulation follows from it and the world size, so that a
     step consists of the same samples on any number of ranks. None: micro-batch × accumulation × world size."""
@@ -99,6 +103,9 @@ class TrainingArguments:
     """Added to AdamW's denominator; larger damps steps of parameters with tiny gradients."""
     max_grad_norm: float = 1.0
     """Gradients of larger norm, over all parameters, are scaled down to it before the step. 0 turns clipping off."""
+    nonfinite_gradients: str = "raise"
+    """When a gradient is NaN or infinite: "raise" an error that names rank, parameter and samples, before the optimizer moves;
+    "skip" the step, which counts but does not move the schedule; "ignore": do not look."""
 
     # ---- numbers and seeds
     bf16: bool = False
@@ -145,6 +152,15 @@ class TrainingArguments:
     where torch has them. None: chosen by device."""
     ddp_timeout: float = 1800
     """Seconds that joining and every collective may take, on every kind of device; then an error instead of a wait."""
+    ddp_wait_warning: float = 60.0
+    """Seconds that a rank waits for others before rank 0 tells who is late, and where; again when the wait has doubled.
+    0: only of ranks whose process is stopped or gone."""
+    ddp_drift_check_steps: int = 0
+    """Optimizer steps between two comparisons of all ranks' weights, bit by bit; each reads all weights once. 0: only before
+    each checkpoint."""
+    ddp_drift_action: str = "raise"
+    """Where weights differ between ranks: "raise" an error that names step, rank and tensor, or "repair" them: the weights and
+    optimizer state of the majority of ranks, or of rank 0 where there is none, are given to all."""
 
     # ---- logs
     logging_strategy: str = "steps"
@@ -194,6 +210,13 @@ class TrainingArguments:
     """Checkpoints to keep; the oldest go first, never the newest and the best. None: all."""
     save_only_model: bool = False
     """Save no optimizer, schedule and random state: smaller, but training cannot be resumed from it."""
+    save_in_background: bool = False
+    """Copy what is to be saved into the host's memory, and write it while training goes on; `on_save` comes some steps later.
+    It takes memory for one more model and optimizer on rank 0. False: training waits, and `on_save` finds the checkpoint of
+    its own step, as callbacks of Hugging Face's expect."""
+    save_failure: str = "continue"
+    """When the disk refuses a checkpoint (full, a quota, read-only): "continue" warns, keeps training, and says so again at
+    the end of the run; "stop" is an error on every rank. A folder that cannot be written before training is always an error."""
     load_best_model_at_end: bool = False
     """Load the best checkpoint when training ends. Needs checkpoints at evaluated steps."""
     metric_for_best_model: str | None = None

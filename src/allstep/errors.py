@@ -7,6 +7,7 @@
     ├── DataError                 (ValueError)    a dataset, sampler or collator that cannot feed the run
     ├── ReplicaError              (RuntimeError)  models that should be equal on all ranks and are not
     ├── UnusedParametersError     (RuntimeError)  parameters without a gradient where each was promised one
+    ├── NonFiniteGradientsError   (ArithmeticError) gradients that are NaN or infinite
     ├── RankFailedError           (RuntimeError)  another rank failed; this one stops because of it
     ├── CollectiveError           (RuntimeError)  a collective did not come to its end (peer gone, time ran out)
     └── CheckpointError           (RuntimeError)  a checkpoint that cannot be written or read
@@ -23,6 +24,7 @@ __all__ = [
     "CollectiveError",
     "DataError",
     "LaunchVariablesError",
+    "NonFiniteGradientsError",
     "RankFailedError",
     "ReplicaError",
     "UnusedParametersError",
@@ -60,6 +62,10 @@ class UnusedParametersError(AllstepError, RuntimeError):
     """Parameters got no gradient in a backward in which each was promised one. Raised before the optimizer moves."""
 
 
+class NonFiniteGradientsError(AllstepError, ArithmeticError):
+    """Gradients are NaN or infinite. Raised before the optimizer moves; names rank, parameter and samples."""
+
+
 class RankFailedError(AllstepError, RuntimeError):
     """Another rank failed and said so. Its message is part of this one."""
 
@@ -71,6 +77,12 @@ class CollectiveError(AllstepError, RuntimeError):
 
     collateral = True
 
+    late: "tuple[int, ...] | None" = None
+    """The ranks that the others waited for, where the watchdog has told; empty where all waited."""
+
 
 class CheckpointError(AllstepError, RuntimeError):
     """A checkpoint could not be written, or what is on disk is not whole."""
+
+    by_file_system = False
+    """True where a save failed on every rank because a file system refused: a full disk, a quota, a read-only folder."""

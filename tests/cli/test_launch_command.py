@@ -68,6 +68,87 @@ def test_every_option_has_both_spellings(allstep, script, tmp_path):
             assert allstep("launch", f"--{spelled}", value, script(REPORT)).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--standalone", "--nnodes=1", "--nproc-per-node=2"],
+        [
+            "--nnodes",
+            "1",
+            "--nproc_per_node",
+            "2",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "localhost:0",
+            "--rdzv_id",
+            "x",
+        ],
+        ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"],
+    ],
+    ids=["torchrun", "torchrun c10d", "accelerate"],
+)
+def test_the_words_of_others_start_the_same_ranks(allstep, script, words):
+    end = allstep("launch", *words, script(REPORT), "--tee", "3")
+    argv, variables = reported(end)
+    assert argv == ["train.py", "--tee", "3"]
+    assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("2", "2")
+    said = "allstep: without effect here: --multi_gpu, --dynamo_backend"
+    assert (said in end.stderr) == ("--multi_gpu" in words)
+
+
+def test_settings_come_from_flags_then_variables_then_a_file(allstep, script, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_processes": 3, "grace_period": 2, "main_process_port": 1, "x": 0}))
+    end = allstep(
+        "launch", "--config_file", "config.json", "--main_process_port", "0", "--print_config", ALLSTEP_NUM_PROCESSES="2"
+    )
+    assert end.returncode == 0, end.stderr
+    rows = [re.split(r"  +", line, maxsplit=2) for line in end.stdout.splitlines()]
+    assert ["num_processes", "2", "ALLSTEP_NUM_PROCESSES"] in rows
+    assert ["grace_period", "2.0", "grace_period in config.json"] in rows
+    assert ["main_process_port", "0", "--main_process_port"] in rows
+    assert ["max_restarts", "0", "default"] in rows
+    assert "config.json has keys that mean nothing here: x" in end.stderr
+    named = allstep("launch", "--main_process_port", "0", script(REPORT), ALLSTEP_CONFIG_FILE="config.json")
+    assert reported(named)[1]["WORLD_SIZE"] == "3"
+
+
+def test_what_ranks_see_of_devices_and_precision_is_set_for_them(allstep, script):
+    name = script("import json, os; print(json.dumps([os.environ.get(name) for name in os.environ['NAMES'].split()]))")
+    names = "CUDA_VISIBLE_DEVICES ACCELERATE_USE_CPU ACCELERATE_MIXED_PRECISION"
+    end = allstep("launch", "--gpu_ids", "1,0", "--cpu", "--mixed_precision", "bf16", name, NAMES=names)
+    assert json.loads(end.stdout) == ["1,0", "true", "bf16"]
+
+
+def test_a_program_that_is_not_python_is_run_as_it_is(allstep, tmp_path):
+    os.mkfifo(tmp_path / "said")  # rank 1 fails when rank 0 has spoken
+    code = 'if [ $RANK = 0 ]; then echo "0 of $WORLD_SIZE: $1"; echo > said; else read x < said; exit 1; fi'
+    end = allstep("launch", "--num_processes", "2", "--no_python", "sh", "-c", code, "sh", "--x")
+    assert end.stdout == "0 of 2: --x\n"
+    assert "rank 1 of 2 failed first" in end.stderr
+    assert end.returncode == 1
+
+
+def test_machines_that_come_and_go_are_handed_to_torchs_agent_with_the_failure_of_a_rank(allstep, script, tmp_path):
+    os.mkfifo(tmp_path / "said")  # rank 1 fails when rank 0 has spoken
+    code = """
+        import os
+        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+        with open("said", "r" if os.environ["RANK"] == "1" else "w") as said:
+            if said.readable():
+                said.read()
+                raise ValueError("bad row")
+    """
+    rendezvous = ["--rdzv_endpoint", "localhost:0", "--rdzv_id", "x", "--rdzv_conf", "last_call_timeout=1"]
+    end = allstep("launch", "--nnodes", "1:2", "--nproc_per_node", "2", *rendezvous, script(code))
+    assert "allstep: 1:2 machines that find one another: handed to torch's elastic agent" in end.stderr
+    assert sorted(end.stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
+    root_cause = end.stderr[end.stderr.index("Root Cause") :]
+    assert "rank      : 1" in root_cause
+    assert "ValueError: bad row" in root_cause
+    assert end.returncode == 1
+
+
 @pytest.mark.parametrize("option", ["-m", "--module"])
 def test_a_module_is_run_by_its_name(allstep, script, option, tmp_path):
     script(REPORT, "pkg/train.py")
@@ -152,6 +233,15 @@ STARTED = "import pathlib; pathlib.Path('started').touch()"
         (["--num_cpu_threads_per_process", "0", "train.py"], "num_cpu_threads_per_process=0: expected 1 or more"),
         (["--main_process_port", "99999", "train.py"], "main_process_port=99999: expected 1 to 65535"),
         (["--grace_period", "-1", "train.py"], "grace_period=-1.0: expected a number of seconds, 0 or more"),
+        (["--num_processes", "4", "--nproc_per_node", "2", "train.py"], "--num_processes 4 counts the ranks of all machines"),
+        (["--use_deepspeed", "train.py"], "--use_deepspeed cannot be done here: allstep keeps a whole model on each rank"),
+        (["--fsdp-version=2", "train.py"], "--fsdp_version cannot be done here"),
+        (["--dynamo_backend", "inductor", "train.py"], "call torch.compile(model) in the script"),
+        (["--mixed_precision", "fp8", "train.py"], "'fp8': expected no, fp16, bf16"),
+        (["--nnodes", "1:2", "--nproc_per_node", "1", "train.py"], "needs --run_id NAME"),
+        (["--config_file", "nothing.yaml", "train.py"], "The configuration file nothing.yaml cannot be read"),
+        (["--no_python", "no-such-program"], "is no program that can be run"),
+        (["--no_python", "-m", "train"], "module and no_python are both said"),
         (["--num_proceses", "2", "train.py"], "No such option"),
         (["--log_dir", "train.py/logs", "train.py"], "--log_dir train.py/logs cannot be made: Not a directory"),
         (["nothing.py"], "looked for {folder}/nothing.py"),
@@ -191,6 +281,17 @@ def test_a_launch_inside_a_launch_is_refused(allstep, script, tmp_path):
     assert "This is rank 0 of another `allstep launch` already" in end.stderr
     assert end.returncode == 2
     assert not (tmp_path / "started").exists()
+
+
+def test_a_launch_in_each_of_several_tasks_is_refused_unless_each_is_a_machine(allstep, script):
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n1"}
+    end = allstep("launch", script(REPORT), **step)
+    assert end.returncode == 2
+    assert "slurm started 2 processes (SLURM_PROCID=1, SLURM_NTASKS=2), and each would launch a job of its own" in end.stderr
+    assert "srun python train.py" in end.stderr
+    shown = allstep("launch", "--nnodes", "2", "--print_config", **step)
+    assert shown.returncode == 0, shown.stderr
+    assert reported(allstep("launch", script(REPORT), **{**step, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}))
 
 
 # What is shown and what is kept.

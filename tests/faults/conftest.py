@@ -47,10 +47,12 @@ class Launch:
         self._ready = os.open(folder / "ready", os.O_RDWR | os.O_NONBLOCK)
         self._text = ""
 
-    def start(self, *options: str, before: tuple[str, ...] = (), ranks: int = 2, **pipes) -> None:
+    def start(
+        self, *options: str, before: tuple[str, ...] = (), ranks: int = 2, script_args: tuple[str, ...] = (), **pipes
+    ) -> None:
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.folder / "temporary")}
-        program = [sys.executable, "-m", "allstep", "launch", "--num_processes", str(ranks), *options, "train.py"]
+        program = [sys.executable, "-m", "allstep", "launch", "--num_processes", str(ranks), *options, "train.py", *script_args]
         self.process = subprocess.Popen(
             [*before, *program],
             cwd=self.folder,
@@ -73,8 +75,8 @@ class Launch:
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; gives the exit status and what was printed to stderr."""
-        _, errors = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, errors
+        self.output, self.errors = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, self.errors
 
     @staticmethod
     def report(errors: str) -> list[str]:

@@ -202,7 +202,10 @@ def test_a_rank_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["removed", "cut short", "one bit flipped", "made longer"])
-def test_resuming_takes_the_older_one_whatever_happened_to_a_file_of_the_newer(name: str, damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_resuming_takes_the_older_one_whatever_happened_to_a_file_of_the_newer(
+    name: str, damage: str, wanted: bool | str, tmp_path: Path
+) -> None:
     older = save(CheckpointManager(tmp_path, ThreadRank.alone()), 10)
     newer = save(CheckpointManager(tmp_path, ThreadRank.alone()), 20)
     data = bytearray((newer / name).read_bytes())
@@ -214,7 +217,7 @@ def test_resuming_takes_the_older_one_whatever_happened_to_a_file_of_the_newer(n
         "made longer": lambda path: path.write_bytes(path.read_bytes() + b"0"),
     }[damage](newer / name)
     with pytest.warns(UserWarning, match=rf"Passed over {newer}: {name} ") as caught:
-        assert CheckpointManager(tmp_path, ThreadRank.alone()).resolve(True) == older
+        assert CheckpointManager(tmp_path, ThreadRank.alone()).resolve(wanted) == older
     assert len(caught) == 1
     with pytest.raises(CheckpointError, match=name):
         CheckpointManager(tmp_path, ThreadRank.alone()).resolve(newer)

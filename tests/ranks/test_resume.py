@@ -7,7 +7,7 @@ import torch
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
-from allstep.errors import ReplicaError
+from allstep.errors import CheckpointError, ReplicaError
 from allstep.testing.models import Noisy, RegressionNet
 from allstep.trainer.verification import StopAfter
 
@@ -120,3 +120,29 @@ def resume_altered(rank, size, folder):
 def test_ranks_that_load_different_weights_are_found_before_the_first_step(ranks, tmp_path):
     for message, name in ranks.run(resume_altered, tmp_path):
         assert f"parameter {name} on rank(s) 1 is not as on rank 0" in message
+
+
+def train_into_a_folder_in_use(rank, size, folder):
+    class Second(TrainerCallback):
+        """Starts a second run in the middle of the first."""
+
+        decides_alike = True
+        words = ""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                try:
+                    Trainer(RegressionNet(), args, train_dataset=Noisy(20)).train()
+                except CheckpointError as error:
+                    self.words = str(error)
+
+    second = Second()
+    args = TrainingArguments(str(folder), max_steps=4, disable_tqdm=True, logging_strategy="no")
+    Trainer(RegressionNet(), args, train_dataset=Noisy(20), callbacks=[second]).train()
+    Trainer(RegressionNet(), args, train_dataset=Noisy(20)).train()  # when it is over, the folder is free
+    return second.words
+
+
+def test_a_second_run_is_kept_out_of_the_folder(ranks, tmp_path):
+    for words in ranks.run(train_into_a_folder_in_use, tmp_path):
+        assert f"Another run already trains into {tmp_path}" in words

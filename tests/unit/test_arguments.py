@@ -72,6 +72,8 @@ def refused(**kwargs: Any) -> str:
 # ---- names
 
 OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
+OURS |= {"ddp_wait_warning", "ddp_drift_check_steps", "ddp_drift_action", "nonfinite_gradients"}
+OURS |= {"save_in_background", "save_failure"}
 """Arguments that Hugging Face does not have."""
 
 
@@ -107,7 +109,7 @@ def test_defaults_are_those_of_hugging_face() -> None:
     expected |= dict.fromkeys(("dataloader_pin_memory", "remove_unused_columns"), True)
     expected |= dict.fromkeys(("do_train", "do_eval", "do_predict", "bf16", "full_determinism", "use_cpu"), False)
     expected |= dict.fromkeys(("logging_first_step", "eval_on_start", "prediction_loss_only", "save_only_model"), False)
-    expected["batch_eval_metrics"] = False
+    expected |= dict.fromkeys(("batch_eval_metrics", "auto_find_batch_size"), False)
     expected |= dict.fromkeys(("load_best_model_at_end", "dataloader_drop_last", "dataloader_persistent_workers"), False)
     found = TrainingArguments().to_dict()
     assert {name: value for name, value in found.items() if value is not None and name not in OURS} == expected
@@ -230,6 +232,8 @@ def test_every_problem_is_in_one_message() -> None:
         {"per_device_train_batch_size": True},
         {"per_device_eval_batch_size": -1},
         {"gradient_accumulation_steps": 0},
+        {"save_failure": "ignore"},
+        {"save_in_background": "true"},
         {"global_batch_size": 0},
         {"global_batch_size": 1.5},
         {"deterministic_reduction": "yes"},

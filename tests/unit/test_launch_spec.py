@@ -45,6 +45,10 @@ def test_the_command_keeps_arguments_apart():
     assert script.command("python") == ["python", "-m", "allstep.launch.worker", "a b.py", "--x", "", "y z"]
     module = LaunchSpec(script="pkg.train", module=True)
     assert module.command("python") == ["python", "-m", "allstep.launch.worker", "-m", "pkg.train"]
+    program = LaunchSpec(script="sh", args=("-c", "x"), no_python=True)
+    assert program.command("python") == ["python", "-m", "allstep.launch.worker", "--no_python", "sh", "-c", "x"]
+    with pytest.raises(ArgumentsError, match="module and no_python are both said"):
+        LaunchSpec(script="x", module=True, no_python=True)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
+import os
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from allstep.checkpoint.manager import CheckpointManager, steps_to_remove
+from allstep.checkpoint.holds import held_for_deletion
+from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.store import checkpoint_name
 from allstep.errors import CheckpointError
@@ -75,6 +77,96 @@ def test_no_checkpoint_is_none_for_newest_and_an_error_for_resume(tmp_path: Path
     assert checkpoints.resolve(False) is None
     with pytest.raises(CheckpointError, match=r"found no whole checkpoint in .* resume_from_checkpoint=False"):
         checkpoints.resolve(True)
+
+
+def test_auto_is_the_newest_whole_one_or_the_beginning_with_a_line(tmp_path: Path) -> None:
+    lines: list[str] = []
+    outcomes = on_threads(2, lambda ranks: manager(tmp_path, ranks, say=lines.append).resolve("auto"))
+    assert outcomes == [None, None]
+    assert lines == [f'resume_from_checkpoint="auto" found no whole checkpoint in {tmp_path}: starting at the beginning']
+    path = save(manager(tmp_path), 20)
+    assert on_threads(2, lambda ranks: manager(tmp_path, ranks, say=lines.append).resolve("auto")) == [path, path]
+    (path / "optimizer.pt").write_bytes(b"short")
+    with pytest.warns(UserWarning, match=r"Passed over .*checkpoint-20: optimizer\.pt has 5 bytes"):
+        assert manager(tmp_path, say=lines.append).resolve("auto") is None
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("text", ["true", "True", "false", "FALSE", "auto", "Auto"])
+def test_what_a_command_line_has_for_true_and_false_means_that(text: str, tmp_path: Path) -> None:
+    path = save(manager(tmp_path), 20)
+    assert manager(tmp_path).resolve(text) == (None if text.lower() == "false" else path)
+    named_so = path.rename(tmp_path / text)
+    assert manager(tmp_path).resolve(str(named_so)) == named_so, "a path is a path"
+
+
+def test_what_one_run_found_to_go_on_from_no_other_deletes_before_it_is_loaded(tmp_path: Path) -> None:
+    lines: list[str] = []
+    resuming, training = manager(tmp_path), manager(tmp_path, limit=1, say=lines.append)
+    save(training, 10)
+    path = resuming.resolve(True)
+    assert path == tmp_path / "checkpoint-10"
+    save(training, 20)
+    assert steps(tmp_path) == [10, 20]
+    assert lines == [f"Old checkpoint {path} is read by another process; it stays until the next save."]
+    resuming.load(path, state())
+    save(training, 30)
+    assert steps(tmp_path) == [30]
+    assert len(lines) == 1
+
+
+def test_what_is_not_loaded_is_not_held(tmp_path: Path) -> None:
+    """A path that was refused, one that was passed over, and one that did not fit."""
+    limited = manager(tmp_path, limit=1)
+    path = save(limited, 10)
+    with pytest.raises(CheckpointError):
+        manager(tmp_path).load(path, TrainState(model=nn.Linear(3, 1)))
+    (path / "optimizer.pt").write_bytes(b"short")
+    others = [manager(tmp_path), manager(tmp_path)]
+    with pytest.warns(UserWarning, match="Passed over"):
+        others[0].newest()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        others[1].resolve(path)
+    save(limited, 20)
+    assert steps(tmp_path) == [20]
+
+
+def test_a_checkpoint_that_another_run_is_deleting_is_passed_over(tmp_path: Path) -> None:
+    older, newer = save(manager(tmp_path), 10), save(manager(tmp_path), 20)
+    with held_for_deletion(newer), pytest.warns(UserWarning, match="Passed over .*20: another process deletes it"):
+        assert manager(tmp_path).newest() == older
+
+
+def test_a_save_that_failed_deletes_nothing(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(manager(tmp_path), step)
+
+    def hook(action: str, path: Path) -> None:
+        if action == "rename" and path.name == "checkpoint-30":
+            raise OSError(28, "No space left on device", str(path))
+
+    failing = manager(tmp_path, limit=1, hook=hook)
+    with pytest.raises(CheckpointError):
+        save(failing, 30)
+    assert steps(tmp_path) == [10, 20]
+    save(failing, 40)
+    assert steps(tmp_path) == [40]
+
+
+def test_names_that_wrappers_added_are_told_in_a_line_on_rank_zero(tmp_path: Path) -> None:
+    path = save(manager(tmp_path), 20)
+    (path / "manifest.json").unlink()
+    (path / "training_args.json").unlink()
+    weights = load_file(path / "model.safetensors")
+    save_file({f"module.{name}": value for name, value in weights.items()}, path / "model.safetensors")
+    lines: list[str] = []
+
+    def body(ranks: ThreadRank) -> None:
+        manager(tmp_path, ranks, say=lines.append).load(path, replace(state(), with_generators=False))
+
+    with pytest.warns(UserWarning, match=r"has no manifest\.json"):
+        assert on_threads(2, body) == [None, None]
+    assert lines == [f"the weights in {path} have names with module., as wrappers write them; they were read without"]
 
 
 def test_a_path_that_is_no_folder_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -247,30 +339,25 @@ def test_nothing_is_deleted_while_a_rank_reads(tmp_path: Path) -> None:
     assert steps(tmp_path) == [20]
 
 
-@given(
-    st.sets(st.integers(1, 50)),
-    st.integers(1, 50),
-    st.one_of(st.none(), st.integers(-1, 6)),
-    st.sets(st.integers(1, 50), max_size=1),
-)
-def test_retention_keeps_what_it_must(there: set[int], current: int, limit: int | None, best: set[int]) -> None:
-    there = there | {current}
-    removed = steps_to_remove(there, current, limit, best)
-    left = there - set(removed)
-    assert set(removed) <= there
-    assert {current} | (best & there) | {step for step in there if step > current} <= left
-    if limit is None or limit <= 0:
-        assert not removed
-        return
-    past = {step for step in left if step <= current}
-    assert len(past) <= max(limit, len({current} | (best & past)))
-    assert not removed or len(past) >= limit, "no more is deleted than has to be"
-    assert all(step > old for old in removed for step in past - best), "the oldest go first"
-
-
 def test_preparing_makes_the_folder_and_leaves_no_trace_in_it(tmp_path: Path) -> None:
     on_threads(2, lambda ranks: manager(tmp_path / "deep" / "run", ranks).prepare())
     assert list((tmp_path / "deep" / "run").iterdir()) == []
+
+
+def test_preparing_brings_the_names_of_new_folders_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    manager(tmp_path / "deep" / "run").prepare()
+    assert [name for name in flushed if "probe" not in name] == [".", "deep"]
+    flushed.clear()
+    manager(tmp_path / "deep" / "run").prepare()
+    assert [name for name in flushed if "probe" not in name] == []
 
 
 def test_preparing_clears_what_a_killed_run_left(tmp_path: Path) -> None:

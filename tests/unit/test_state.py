@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.checkpoint.plain_files import read_json, read_plain, write_json, write_plain
-from allstep.checkpoint.state import TrainState, rank_files, read_state, restore_state, rng_file, shared_files
+from allstep.checkpoint.state import TrainState, live_files, read_state, restore_state, rng_file
 from allstep.errors import CheckpointError
 
 
@@ -69,7 +69,7 @@ def train(state: TrainState) -> Tensor:
 
 
 def write(state: TrainState, folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    files = shared_files(state) | rank_files(state, rank, world_size)
+    files = live_files(state, rank, world_size)
     return [name for write_files in files.values() for name in write_files(folder)]
 
 

@@ -255,6 +255,13 @@ def test_an_export_replaces_files_one_by_one_and_leaves_the_others(tmp_path: Pat
     assert names(folder) == ["a.bin", "notes.txt", "sub"]
 
 
+def test_an_export_is_on_the_disk_folders_included(tmp_path: Path) -> None:
+    did: list[tuple[str, str]] = []
+    store = CheckpointStore(tmp_path, hook=lambda action, path: did.append((action, path.name)))
+    store.export(tmp_path / "model", {"c": writes("sub/c.bin", "c")})
+    assert did[-3:] == [("rename", "c.bin"), ("sync folder", "sub"), ("sync folder", "model")]
+
+
 def test_a_failing_export_leaves_what_was_there(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.export(tmp_path, {"a.bin": writes("a.bin", "old")})

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from allstep.checkpoint.weights import read_weights, restore_weights, unwrapped, write_weights
+from allstep.checkpoint.names import unwrapped
+from allstep.checkpoint.weights import copied_weights, read_weights, restore_weights, write_weights
 from allstep.errors import CheckpointError
 
 
@@ -236,6 +237,21 @@ def test_where_a_pretrained_model_writes_other_names_ours_are_written(model: nn.
 def test_where_a_pretrained_model_writes_adapters_only_the_rest_is_written_too(tmp_path: Path) -> None:
     names = written(Pretrained(adapters_only=True), tmp_path)
     assert names == {"config.json", "adapter_model.safetensors", "model.safetensors"}
+
+
+def test_a_copy_is_written_as_the_weights_were(tmp_path: Path) -> None:
+    """Tied tensors once, and views of one storage each for itself, as without the copy."""
+    source = Tied()
+    source.part = nn.Parameter(source.embed.weight.data[1:2])
+    source.turned = nn.Parameter(source.embed.weight.data.t())
+    (tmp_path / "live").mkdir()
+    write_weights(source, tmp_path / "live")
+    write = copied_weights(source)
+    for value in source.state_dict().values():
+        value.zero_()
+    (tmp_path / "copied").mkdir()
+    assert write(tmp_path / "copied") == ["model.safetensors"]
+    assert (tmp_path / "copied" / "model.safetensors").read_bytes() == (tmp_path / "live" / "model.safetensors").read_bytes()
 
 
 def test_no_weights_damaged_weights_and_pickled_weights_are_told_apart(tmp_path: Path) -> None:

@@ -1,22 +1,31 @@
 """Files of tensors and plain values, and of JSON. Reading one never runs code: nothing here unpickles an object."""
 
+import copy
 import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from allstep.checkpoint.foreign import state_in_python
 from allstep.errors import CheckpointError
 
-__all__ = ["read_json", "read_plain", "write_json", "write_plain"]
+__all__ = ["copied", "read_json", "read_plain", "write_json", "write_plain"]
 
 _ZIP = b"PK\x03\x04"
 """How each file of torch.save begins. Others, such as a bare pickle, are not even opened by torch."""
+
+
+def copied(value: Any) -> Any:
+    """A copy in the memory of the host, tensors of devices included. Parts that are one object in `value` are one in it, so
+    that `write_plain` writes the same bytes."""
+    memo = {id(tensor): tensor.detach().to("cpu") for tensor in _tensors(value) if tensor.device.type != "cpu"}
+    return copy.deepcopy(value, memo)
 
 
 def write_plain(value: Any, path: Path) -> None:
@@ -50,7 +59,10 @@ def read_plain(path: Path, *, arrays: bool = False) -> Any:
     try:
         with path.open("rb") as file:
             if file.read(len(_ZIP)) != _ZIP:
-                raise CheckpointError(f"{path.name} in {path.parent} is damaged, or was not written by torch.save.")
+                raise CheckpointError(
+                    f"{path.name} in {path.parent} is damaged, or was not written by torch.save. "
+                    f"{state_in_python(path, runs_code=False)}"
+                )
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
@@ -58,7 +70,7 @@ def read_plain(path: Path, *, arrays: bool = False) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path.name} in {path.parent} holds more than tensors and plain values: {_reason(error)}. allstep does not "
-            f"unpickle objects, since that can run any code. Write the file anew, from a state_dict of plain values."
+            f"unpickle objects, since that can run any code. {state_in_python(path, runs_code=True)}"
         ) from error
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing from {path.parent}.") from None
@@ -100,6 +112,17 @@ def _without_tensors(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_without_tensors, value))
     return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _array_parts() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:

@@ -10,7 +10,8 @@ training_args.json    the arguments of the run
 rng_state_{rank}.pth  the generators of one rank; rng_state.pth in a world of one
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,27 +20,37 @@ import torch
 from torch import Tensor, nn
 
 from allstep.checkpoint.generators import GeneratorStates
-from allstep.checkpoint.plain_files import read_json, read_plain, write_json, write_plain
+from allstep.checkpoint.names import unwrapped
+from allstep.checkpoint.plain_files import copied, read_json, read_plain, write_json, write_plain
 from allstep.checkpoint.store import WriteFiles
-from allstep.checkpoint.weights import WEIGHTS_FILE, read_weights, restore_weights, write_pretrained, write_weights
+from allstep.checkpoint.weights import (
+    WEIGHTS_FILE,
+    copied_weights,
+    read_weights,
+    restore_weights,
+    write_pretrained,
+    write_weights,
+    writes_itself,
+)
 from allstep.errors import CheckpointError
 
 __all__ = [
     "ReadState",
     "Stateful",
     "TrainState",
+    "copied_files",
+    "live_files",
     "model_files",
-    "rank_files",
     "read_state",
     "restore_state",
     "rng_file",
-    "shared_files",
 ]
 
 _ARGUMENTS_FILE = "training_args.json"
 _STATE_FILE = "trainer_state.json"
 _STATEFUL = ("optimizer", "scheduler", "scaler", "data")
 _GENERATORS = ("python", "numpy", "cpu")
+_Write = Callable[[Any, Path], None]
 
 
 class Stateful(Protocol):
@@ -98,33 +109,34 @@ def rng_file(rank: int, world_size: int) -> str:
 def model_files(state: TrainState) -> dict[str, WriteFiles]:
     """How to write the model and its tokenizer, by the name of what is written."""
     files: dict[str, WriteFiles] = {WEIGHTS_FILE: lambda folder: write_weights(state.model, folder)}
-    if hasattr(state.processing_class, "save_pretrained"):
+    if writes_itself(state.processing_class):
         files["processing_class"] = lambda folder: write_pretrained(state.processing_class, folder)
     return files
 
 
-def shared_files(state: TrainState) -> dict[str, WriteFiles]:
-    """How to write the files that a checkpoint has once, which rank 0 writes; nothing is read or written yet."""
-    files = model_files(state)
-    for part in _STATEFUL:
-        if getattr(state, part) is not None:
-            files[f"{part}.pt"] = _stateful_file(f"{part}.pt", getattr(state, part))
-    files[_STATE_FILE] = _json_file(_STATE_FILE, state.trainer_state)
-    files[_ARGUMENTS_FILE] = _json_file(_ARGUMENTS_FILE, state.training_args)
+def live_files(state: TrainState, rank: int, world_size: int) -> dict[str, WriteFiles]:
+    """How to write the files of `rank`, by the name of what is written; nothing is read or written yet.
+
+    Rank 0 has those that a checkpoint has once, and each rank its generators.
+    """
+    files = {name: _file(name, write, value) for name, (write, value) in _parts(state, rank, world_size).items()}
+    return (model_files(state) if rank == 0 else {}) | files
+
+
+def copied_files(state: TrainState, rank: int, world_size: int, folder: Path) -> dict[str, WriteFiles]:
+    """How to write the same files into `folder` from copies that are made now: at any later time, and beside training.
+
+    Where a model or tokenizer has a `save_pretrained` of its own, it is called now, as it may look at anything.
+    """
+    files: dict[str, WriteFiles] = {}
+    for label, write in (model_files(state) if rank == 0 else {}).items():
+        if label == WEIGHTS_FILE and not writes_itself(unwrapped(state.model)):
+            files[label] = copied_weights(state.model)
+        else:
+            files[label] = _written_already(write(folder))
+    for name, (write_value, value) in _parts(state, rank, world_size).items():
+        files[name] = _file(name, write_value, functools.partial(_given, copied(value())))
     return files
-
-
-def rank_files(state: TrainState, rank: int, world_size: int) -> dict[str, WriteFiles]:
-    """How to write the files that each rank writes for itself."""
-    if not state.with_generators:
-        return {}
-    name = rng_file(rank, world_size)
-
-    def write(folder: Path) -> list[str]:
-        write_plain(dict(GeneratorStates.capture().states), folder / name)
-        return [name]
-
-    return {name: write}
 
 
 def read_state(folder: Path, state: TrainState, rank: int, world_size: int) -> ReadState:
@@ -148,13 +160,15 @@ def read_state(folder: Path, state: TrainState, rank: int, world_size: int) -> R
     )
 
 
-def restore_state(read: ReadState, state: TrainState, source: Path) -> None:
+def restore_state(read: ReadState, state: TrainState, source: Path) -> str | None:
     """Put what was read from the folder `source` into the live objects, except the generators.
+
+    The result is a line for the person who watches, where names of weights were not quite the model's; see `restore_weights`.
 
     Raises:
         CheckpointError: something does not fit; the message names it. The live objects are then of no more use.
     """
-    restore_weights(state.model, read.weights, source)
+    line = restore_weights(state.model, read.weights, source)
     for part, saved in read.stateful.items():
         live = getattr(state, part)
         try:
@@ -167,6 +181,7 @@ def restore_state(read: ReadState, state: TrainState, source: Path) -> None:
                 f"{part}.pt in {source} does not fit this run's {type(live).__name__}: {error}. Build the same {part}, over "
                 f"the same parameters in the same order, as the run that wrote it."
             ) from error
+    return line
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -187,20 +202,34 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) 
                 own[key] = value.to(own[key].device)
 
 
-def _stateful_file(name: str, part: Stateful) -> WriteFiles:
-    def write(folder: Path) -> list[str]:
-        write_plain(part.state_dict(), folder / name)
+def _parts(state: TrainState, rank: int, world_size: int) -> dict[str, tuple[_Write, Callable[[], Any]]]:
+    """By name, each file of `rank` that we write ourselves, the weights left out: how it is written, and what is in it."""
+    parts: dict[str, tuple[_Write, Callable[[], Any]]] = {}
+    if rank == 0:
+        for part in _STATEFUL:
+            if getattr(state, part) is not None:
+                parts[f"{part}.pt"] = write_plain, getattr(state, part).state_dict
+        parts[_STATE_FILE] = write_json, lambda: state.trainer_state
+        parts[_ARGUMENTS_FILE] = write_json, lambda: state.training_args
+    if state.with_generators:
+        parts[rng_file(rank, world_size)] = write_plain, lambda: dict(GeneratorStates.capture().states)
+    return parts
+
+
+def _file(name: str, write: _Write, value: Callable[[], Any]) -> WriteFiles:
+    def write_file(folder: Path) -> list[str]:
+        write(value(), folder / name)
         return [name]
 
-    return write
+    return write_file
 
 
-def _json_file(name: str, values: Mapping[str, Any]) -> WriteFiles:
-    def write(folder: Path) -> list[str]:
-        write_json(values, folder / name)
-        return [name]
+def _given(value: Any) -> Any:
+    return value
 
-    return write
+
+def _written_already(names: list[str]) -> WriteFiles:
+    return lambda folder: names
 
 
 def _read_generators(path: Path) -> GeneratorStates:

@@ -21,7 +21,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from allstep.checkpoint.holds import held_for_deletion
 from allstep.checkpoint.manifest import MANIFEST_FILE, FileEntry, Manifest
+from allstep.checkpoint.reasons import reason
 from allstep.errors import CheckpointError
 
 __all__ = ["CheckpointStore", "Hook", "WriteFiles", "checkpoint_name", "step_of"]
@@ -83,7 +85,7 @@ class CheckpointStore:
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{label} could not be written to {staging}: {_reason(error)}.") from error
+            raise CheckpointError(f"{label} could not be written to {staging}: {reason(error)}.") from error
 
     def commit(self, staging: Path, manifest: Manifest) -> Path:
         """Turn a staging folder into the checkpoint of `manifest.global_step`, replacing one that is there; its path.
@@ -109,7 +111,7 @@ class CheckpointStore:
             self.leave(staging)
             if isinstance(error, OSError):
                 where = f"{target.name} could not be brought into {self.output_dir}"
-                raise CheckpointError(f"{where}: {_reason(error)}.") from error
+                raise CheckpointError(f"{where}: {reason(error)}.") from error
             raise
         return target
 
@@ -124,12 +126,18 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             self.discard(staging)
 
-    def remove(self, checkpoint: Path) -> None:
-        """Delete a checkpoint. It leaves its name at once: a half deleted folder never passes for a damaged checkpoint."""
+    def remove(self, checkpoint: Path) -> bool:
+        """Delete a checkpoint, unless another process reads it; whether it is gone.
+
+        It leaves its name at once: a half deleted folder never passes for a damaged checkpoint.
+        """
         leaving = self.output_dir / f"{_REMOVED}{checkpoint.name}"
-        self.discard(leaving)
-        self._rename(checkpoint, leaving)
-        self.discard(leaving)
+        with held_for_deletion(checkpoint) as nobody_reads:
+            if nobody_reads:
+                self.discard(leaving)
+                self._rename(checkpoint, leaving)
+                self.discard(leaving)
+        return nobody_reads
 
     def export(self, folder: Path, files: Mapping[str, WriteFiles]) -> list[str]:
         """Write `files`, by label, straight into `folder`, each of them whole or not at all; their names.
@@ -146,11 +154,12 @@ class CheckpointStore:
                 for name in names:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     self._rename(staging / name, folder / name)
-                self._sync_folder(folder)
+                for written in sorted({(folder / name).parent for name in names} | {folder}, reverse=True):
+                    self._sync_folder(written)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
         except OSError as error:
-            raise CheckpointError(f"{label} could not be written to {folder}: {_reason(error)}.") from error
+            raise CheckpointError(f"{label} could not be written to {folder}: {reason(error)}.") from error
         return names
 
     def clean(self) -> list[Path]:
@@ -179,7 +188,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {_reason(error)}.") from error
+            raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {reason(error)}.") from error
 
     def problems(self, checkpoint: Path) -> list[str]:
         """Read every file of a checkpoint and compare it with the manifest; a sentence a problem, none if it is whole."""
@@ -199,7 +208,7 @@ class CheckpointStore:
                 continue
             except OSError as error:
                 found[name] = manifest.files[name]  # not missing: one sentence a file
-                sentences.append(f"{name} cannot be read: {_reason(error)}.")
+                sentences.append(f"{name} cannot be read: {reason(error)}.")
         return sentences + manifest.problems(found)
 
     def _folders(self) -> list[Path]:
@@ -213,7 +222,7 @@ class CheckpointStore:
             self._hook("stage", folder)
             folder.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{folder} could not be made: {_reason(error)}.") from error
+            raise CheckpointError(f"{folder} could not be made: {reason(error)}.") from error
         return folder
 
     def _seal(self, path: Path) -> FileEntry:
@@ -279,14 +288,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):  # this kernel, or this file system, cannot
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-def _reason(error: BaseException) -> str:
-    """The operating system's own words where it was the one to refuse, for instance "No space left on device"."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.strerror:
-            return seen.strerror
-        seen = seen.__cause__ or seen.__context__
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}" if text else type(error).__name__

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from allstep.checkpoint.reasons import system_error
 from allstep.errors import CheckpointError
 
 __all__ = ["Communicator", "Votes"]
@@ -27,6 +28,18 @@ class Communicator(Protocol):
     def broadcast_object(self, value: Any) -> Any: ...
 
 
+class _Refusal(NamedTuple):
+    """What one rank tells the others of its error."""
+
+    words: str
+    by_file_system: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Refusal":
+        words = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return cls(words, system_error(error) is not None)
+
+
 class Votes:
     """Actions on one rank or all, followed by agreement on how they ended. Every method is collective."""
 
@@ -39,9 +52,9 @@ class Votes:
         The error tells what the rank was `doing`, what went wrong, and the `advice`.
         """
         value, error = _attempt(action) if self._ranks.rank == 0 else (None, None)
-        value, reason = self._ranks.broadcast_object((value, None if error is None else _words(error)))
-        if reason is not None:
-            raise _failure({0: reason}, doing, advice, self._ranks.rank) from error
+        value, refusal = self._ranks.broadcast_object((value, None if error is None else _Refusal.of(error)))
+        if refusal is not None:
+            raise _failure({0: refusal}, doing, advice, self._ranks.rank) from error
         return value  # type: ignore[no-any-return]
 
     def on_all(
@@ -52,8 +65,8 @@ class Votes:
         If the action failed on any rank, rank 0 undoes it, and then the error is raised on every rank.
         """
         value, error = _attempt(action)
-        outcomes = self._ranks.all_gather_object((value, None if error is None else _words(error)))
-        failed = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
+        outcomes = self._ranks.all_gather_object((value, None if error is None else _Refusal.of(error)))
+        failed = {rank: refusal for rank, (_, refusal) in enumerate(outcomes) if refusal is not None}
         if failed:
             if self._ranks.rank == 0:
                 with contextlib.suppress(OSError):  # the peers wait at the barrier, and the first error is the one to tell
@@ -70,12 +83,9 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _failure(failed: dict[int, str], doing: str, advice: str, rank: int) -> CheckpointError:
-    lines = [f"Rank {number} could not {doing}. {reason}" for number, reason in failed.items()]
+def _failure(failed: dict[int, _Refusal], doing: str, advice: str, rank: int) -> CheckpointError:
+    lines = [f"Rank {number} could not {doing}. {refusal.words}" for number, refusal in failed.items()]
     error = CheckpointError("\n".join(lines) + (f" {advice}" if advice else ""))
     error.collateral = rank not in failed
+    error.by_file_system = all(refusal.by_file_system for refusal in failed.values())
     return error

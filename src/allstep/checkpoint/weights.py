@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from allstep.checkpoint.plain_files import read_plain, write_plain
+from allstep.checkpoint.foreign import weights_in_python
+from allstep.checkpoint.names import clean_names, unwrapped, without_prefixes
+from allstep.checkpoint.plain_files import copied, read_plain, write_plain
 from allstep.errors import CheckpointError
 
 __all__ = [
     "EXTRA_STATE_FILE",
     "INDEX_FILE",
     "WEIGHTS_FILE",
+    "copied_weights",
     "read_weights",
     "restore_weights",
-    "unwrapped",
     "write_pretrained",
     "write_weights",
+    "writes_itself",
 ]
 
 WEIGHTS_FILE = "model.safetensors"
@@ -38,15 +41,10 @@ INDEX_FILE = "model.safetensors.index.json"
 EXTRA_STATE_FILE = "model_extra_state.pt"
 """What a module's `get_extra_state` gave, where that is no tensor. Rare."""
 
-_WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-"""Classes that hold the user's model under one attribute, by class name: torch's and allstep's alike."""
 
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside data-parallel wrappers and `torch.compile`."""
-    while (attribute := _WRAPPERS.get(type(model).__name__)) is not None and hasattr(model, attribute):
-        model = getattr(model, attribute)
-    return model
+def writes_itself(owner: Any) -> bool:
+    """Whether a model or tokenizer has a `save_pretrained`, which alone knows what files it consists of."""
+    return callable(getattr(owner, "save_pretrained", None))
 
 
 def write_weights(model: nn.Module, folder: Path) -> list[str]:
@@ -57,19 +55,22 @@ def write_weights(model: nn.Module, folder: Path) -> list[str]:
     conversion to older names), `model.safetensors` is written by us all the same: a resumed run needs all of it.
     """
     model = unwrapped(model)
-    written = write_pretrained(model, folder) if callable(getattr(model, "save_pretrained", None)) else []
+    written = write_pretrained(model, folder) if writes_itself(model) else []
     tensors, extra = _state(model)
     if not _holds_exactly(folder, tensors):
         for name in written:
             if name.startswith("model-") or name == INDEX_FILE:  # these would be read in place of ours
                 (folder / name).unlink()
         written = [name for name in written if (folder / name).exists() and name != WEIGHTS_FILE]
-        save_file(_writable(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        written.append(WEIGHTS_FILE)
-    if extra:
-        write_plain(extra, folder / EXTRA_STATE_FILE)
-        written.append(EXTRA_STATE_FILE)
-    return written
+        written += _write_tensors(_writable(tensors), folder)
+    return written + _write_extra(extra, folder)
+
+
+def copied_weights(model: nn.Module) -> Callable[[Path], list[str]]:
+    """A copy of the weights of `model`, in memory, as what writes it into a folder. Not for a model that writes itself."""
+    tensors, extra = _state(unwrapped(model))
+    kept, kept_extra = _writable(tensors, apart=True), copied(extra)
+    return lambda folder: _write_tensors(kept, folder) + _write_extra(kept_extra, folder)
 
 
 def write_pretrained(owner: Any, folder: Path) -> list[str]:
@@ -103,8 +104,11 @@ def read_weights(folder: Path) -> dict[str, Any]:
     return values
 
 
-def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -> None:
+def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -> str | None:
     """Copy `values`, read from the folder `source`, into `model`, which keeps its tensors' devices and strides.
+
+    Names that differ from the model's only by what wrappers add are taken for the model's where it is clear for which; the
+    result is then a line that says so, else None.
 
     Raises:
         CheckpointError: a tensor of the model is missing, one in the file has no place in the model, a shape or dtype
@@ -112,15 +116,16 @@ def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -
     """
     model = unwrapped(model)
     own = model.state_dict()
-    by_name = {_clean(key): key for key in own}
-    values = _without_prefix(values, by_name)
+    by_name = {name: key for key, name in clean_names(model, own).items()}
+    values, added = without_prefixes(values, by_name)
     first = _first_names(own)
+    clean = {key: name for name, key in by_name.items()}
     chosen: dict[str, Any] = {}  # what each tensor of the model, under its first name, is set to
     problems = [_listed("The model has no", [name for name in values if name not in by_name], " which the files hold")]
     for name, key in by_name.items():
         if name in values:
             value, other = values[name], chosen.setdefault(first[key], values[name])
-            problems.append(_difference(name, own[key], value) or _conflict(name, _clean(first[key]), value, other))
+            problems.append(_difference(name, own[key], value) or _conflict(name, clean[first[key]], value, other))
     problems.append(_listed("The files lack", [name for name, key in by_name.items() if first[key] not in chosen]))
     if any(problems):
         raise CheckpointError(
@@ -128,18 +133,15 @@ def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -
             f"Build the same model as the run that wrote them."
         )
     model.load_state_dict({key: chosen[first[key]] for key in own}, strict=True)
+    return f"the weights in {source} have names with {added}, as wrappers write them; they were read without" if added else None
 
 
 def _state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The model's tensors, and what else its modules want to keep, by clean name."""
-    state = {_clean(key): value for key, value in model.state_dict().items()}
+    """The model's tensors, and what else its modules want to keep, by the names of the user's model."""
+    own = model.state_dict()
+    state = {name: own[key] for key, name in clean_names(model, own).items()}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if name not in tensors}
-
-
-def _clean(key: str) -> str:
-    """The name a tensor has in the user's model, where parts of it may be compiled."""
-    return key.replace("_orig_mod.", "")
 
 
 def _first_names(tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -155,19 +157,33 @@ def _first_names(tensors: Mapping[str, Any]) -> dict[str, str]:
     return first
 
 
-def _writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, on the host, contiguous, and with memory of its own."""
+def _writable(tensors: Mapping[str, Tensor], *, apart: bool = False) -> dict[str, Tensor]:
+    """Each tensor once, on the host, contiguous, and with memory of its own; `apart`: none of it the model's."""
     first = _first_names(tensors)
-    storages: set[int] = set()
+    storages = {_storage(tensor) for tensor in tensors.values()} if apart else set()
     result = {}
     for name, tensor in tensors.items():
         if first[name] != name:
             continue
         host = tensor.detach().to("cpu").contiguous()
-        storage = host.untyped_storage().data_ptr()
-        result[name] = host.clone() if storage in storages else host  # a view into another tensor's memory
-        storages.add(storage)
+        result[name] = host.clone() if _storage(host) in storages else host  # a view into another tensor's memory
+        storages.add(_storage(result[name]))
     return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> list[str]:
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return [WEIGHTS_FILE]
+
+
+def _write_extra(extra: Mapping[str, Any], folder: Path) -> list[str]:
+    if extra:
+        write_plain(extra, folder / EXTRA_STATE_FILE)
+    return [EXTRA_STATE_FILE] if extra else []
 
 
 def _holds_exactly(folder: Path, tensors: Mapping[str, Tensor]) -> bool:
@@ -190,16 +206,7 @@ def _weight_files(folder: Path) -> list[str]:
             return sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{INDEX_FILE} in {folder} cannot be read: {error!r}.") from error
-    pickled = sorted(path.name for path in folder.glob("*.bin") if path.name != "training_args.bin")
-    hint = f" {pickled[0]} is a pickled file, which allstep does not read: reading it can run code." if pickled else ""
-    raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}.{hint}")
-
-
-def _without_prefix(values: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values` as they are, or without the `module.` of a wrapper from inside which somebody saved them."""
-    if not values or any(name in own or not name.startswith("module.") for name in values):
-        return values
-    return {name.removeprefix("module."): value for name, value in values.items()}
+    raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}.{weights_in_python(folder, WEIGHTS_FILE)}")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "bench": ("allstep.cli.bench.command", "Measure allstep against its peers on this machine."),
+    "doctor": ("allstep.cli.doctor.command", "Say what this machine has, try its backends, and what to type where it fails."),
     "verify": ("allstep.cli.verify.command", "Compare what a script does on 1, 2 and 4 ranks, to the bit."),
-    "launch": ("allstep.cli.launch", "Start a script on several ranks of this machine, and watch over them."),
+    "launch": ("allstep.cli.launch.command", "Start a script on several ranks, and watch over them."),
 }
 """Name of a command → the module that has a click command of that name, and what it does in one line."""
 

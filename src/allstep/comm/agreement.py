@@ -1,6 +1,8 @@
 """Votes and comparisons: what ranks must agree on before they go on, and what they say when one of them cannot."""
 
+import functools
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +12,15 @@ import torch.distributed as dist
 from allstep.comm.communicator import Communicator, communicator_for
 from allstep.errors import RankFailedError, ReplicaError
 
-__all__ = ["all_ranks_agree", "check_same_replicas", "digest", "fail_together", "failing_together", "first_difference"]
+__all__ = [
+    "all_ranks_agree",
+    "any_rank",
+    "check_same_replicas",
+    "digest",
+    "fail_together",
+    "failing_together",
+    "first_difference",
+]
 
 
 def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -30,6 +40,15 @@ def all_ranks_agree(flag: bool, process_group: dist.ProcessGroup | Communicator 
     `process_group` names the ranks; None is the default group, or a world of one where nobody joined one.
     """
     return all(communicator_for(process_group).all_gather_object(bool(flag)))
+
+
+def any_rank(communicator: Communicator, bits: int) -> int:
+    """Collective. The bits that any rank has set in `bits`, a number below 2**8."""
+    if communicator.shares_memory:
+        return functools.reduce(operator.or_, map(int, communicator.post_number(float(bits))()))
+    flags = torch.tensor([bits >> at & 1 for at in range(8)], dtype=torch.int32)
+    communicator.all_reduce(flags).wait()
+    return sum(1 << at for at, count in enumerate(flags.tolist()) if count)
 
 
 def fail_together(communicator: Communicator, error: Exception | None, doing: str) -> None:

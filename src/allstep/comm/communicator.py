@@ -6,10 +6,12 @@ A test hands the engine a third, which records, delays or fails what is asked of
 """
 
 import pickle
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from allstep.comm.channels import can_have_channel, channel_of, let_go_of_channe
 from allstep.comm.missing import missing_ranks
 from allstep.comm.ordered import OrderedSum
 from allstep.comm.shm import ShmProcessGroup
+from allstep.comm.watchdog import HERE, told
 from allstep.errors import CollectiveError
 
 __all__ = [
@@ -40,6 +43,9 @@ __all__ = [
 _COALESCE_BYTES = 25 << 20
 """Tensors are broadcast in flat messages of about this many bytes."""
 
+
+_SOURCE_PLACE = re.compile(r"\[\S+:\d+\] ")
+"""Where in its own C++ source a library raised."""
 
 _LIVE: "weakref.WeakSet[GroupCommunicator]" = weakref.WeakSet()
 
@@ -262,23 +268,25 @@ class GroupCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         if not tensors:
             return
-        carrier = self.carrier
-        try:
-            for same_device in _by_device(tensors):
-                dist._broadcast_coalesced(carrier, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise self.broken(f"broadcast of {len(tensors)} tensors", error) from error
+        carrier, what = self.carrier, f"broadcast of {len(tensors)} tensors"
+        with HERE.wait(what):
+            try:
+                for same_device in _by_device(tensors):
+                    dist._broadcast_coalesced(carrier, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
+            except RuntimeError as error:
+                raise self.broken(what, error) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         try:
             pickled = pickle.dumps(value)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise TypeError(f"Rank {self.rank} cannot send a {type(value).__name__} to its peers: {error}") from error
-        carrier = self.carrier
-        try:
-            everyone = _all_gather_bytes(carrier, pickled)
-        except RuntimeError as error:
-            raise self.broken(f"all_gather of a {type(value).__name__}", error) from error
+        carrier, what = self.carrier, "all_gather of an object"
+        with HERE.wait(what):
+            try:
+                everyone = _all_gather_bytes(carrier, pickled)
+            except RuntimeError as error:
+                raise self.broken(what, error) from error
         return [pickle.loads(each) for each in everyone]
 
     def barrier(self) -> None:
@@ -306,7 +314,14 @@ class GroupCommunicator(Communicator):
     def post_number(self, value: float) -> Callable[[], list[float]]:
         sharing = self._sharing()
         assert sharing is not None
-        return sharing.post_number(value)
+        return partial(self._numbers, sharing.post_number(value))
+
+    def _numbers(self, numbers: Callable[[], list[float]]) -> list[float]:
+        with HERE.wait("exchange of numbers"):
+            try:
+                return numbers()
+            except CollectiveError as error:
+                raise told(error) from error.__cause__
 
     def averages_in_flight(self, device: torch.device) -> bool:
         return device.type == "cuda"  # NCCL has an averaging sum; gloo does not
@@ -314,13 +329,18 @@ class GroupCommunicator(Communicator):
     def broken(self, what: str, error: BaseException) -> CollectiveError:
         """The error that tells a person that `what` broke off because of `error`."""
         if isinstance(error, CollectiveError):
-            return error  # of a backend that knows who is missing
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            return told(error)  # of a backend that knows who is missing
+        reason = (
+            _SOURCE_PLACE.sub("", str(error).strip()).splitlines()[0].rstrip(".") if str(error).strip() else "no reason given"
+        )
+        broke_off = f"Rank {self.rank} of {self.size}: {what} broke off: {reason}."
+        explained = told(CollectiveError(broke_off))
+        if explained.late is not None:
+            return explained
         missing = missing_ranks(self.group)
         who = f"Rank(s) {', '.join(map(str, missing))}" if missing else "Another rank"
         return CollectiveError(
-            f"Rank {self.rank} of {self.size}: {what} broke off: {reason}. {who} failed, left, or did not come within the "
-            f"timeout; what was printed there says why."
+            f"{broke_off} {who} failed, left, or did not come within the timeout; what was printed there says why."
         )
 
 
@@ -353,10 +373,11 @@ class _Waiting:
         self._work, self._by, self._what = work, by, what
 
     def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._by.broken(self._what, error) from error
+        with HERE.wait(self._what):
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._by.broken(self._what, error) from error
 
 
 class _WaitingInOrder(_Waiting):

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from allstep.comm.communicator import let_go_of_groups
 from allstep.comm.shm import ShmProcessGroup
 from allstep.comm.store import open_store
+from allstep.comm.watchdog import start_watchdog, stop_watchdog
+from allstep.devices import KINDS, native_backends
 from allstep.environment import WorkerEnvironment
 from allstep.errors import BackendError, CollectiveError, LaunchVariablesError
+from allstep.launchers.undistributed import check_alone
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -23,6 +26,7 @@ __all__ = [
     "backend_in_use",
     "choose_backend",
     "choose_device",
+    "is_joined",
     "join",
     "leave",
 ]
@@ -30,10 +34,10 @@ __all__ = [
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 """For joining and for every collective, where nobody says otherwise."""
 
-NATIVE_BACKEND = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl", "cpu": "gloo"}
+NATIVE_BACKEND = native_backends()
 """The backend made for each kind of device; on the CPU it is shm where all ranks are on one host."""
 
-KNOWN_BACKENDS = ("gloo", "shm", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "ucc")
+KNOWN_BACKENDS = ("gloo", "shm", *(kind.backend for kind in KINDS if kind.name != "cpu"), "mpi", "ucc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ def join(
     timeout: timedelta = DEFAULT_TIMEOUT,
     use_cpu: bool = False,
     environment: WorkerEnvironment | None = None,
+    wait_warning: float = 60.0,
 ) -> World:
     """Join the job that this process was started for, once; with no launcher, or one process, there is nothing to join.
 
@@ -84,14 +89,19 @@ def join(
         timeout: for joining and for every collective of the group.
         use_cpu: keep off accelerators.
         environment: who this process is; None reads the launcher's variables.
+        wait_warning: seconds that a rank waits for others before a person is told who is late; 0: not before the timeout.
 
     Raises:
-        LaunchVariablesError: the variables are half set, or give a rank a device or a port that cannot be.
+        LaunchVariablesError: the variables are half set or contradict one another, give a rank a device or a port that cannot
+            be, or this process is alone where `accelerate launch` was asked for several.
         BackendError: `backend` is not there, in this torch or on this machine.
         CollectiveError: the other ranks did not come within `timeout`.
     """
-    environment = environment or WorkerEnvironment.from_variables(os.environ)
-    joined = dist.is_available() and dist.is_initialized()
+    joined = is_joined()
+    if environment is None:
+        environment = WorkerEnvironment.from_variables(os.environ)
+        if not joined:
+            check_alone(environment, os.environ)
     if joined and not environment.is_launched:
         environment = _environment_of_default_group(environment)
     device = choose_device(environment, use_cpu=use_cpu or environment.use_cpu)
@@ -105,6 +115,9 @@ def join(
         if environment.world_size > 1:
             _initialize(environment, backend, device, timeout)
             joined = True
+    if joined and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        start_watchdog(store, dist.get_rank(), dist.get_world_size(), warn_after=wait_warning)
     return World(
         rank=dist.get_rank() if joined else 0,
         size=dist.get_world_size() if joined else 1,
@@ -124,10 +137,16 @@ def _environment_of_default_group(environment: WorkerEnvironment) -> WorkerEnvir
     return replace(environment, rank=rank, world_size=size, local_rank=rank % devices, local_world_size=min(size, devices))
 
 
+def is_joined() -> bool:
+    """Whether this process has a default process group, by `join` or by its own call of torch."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def leave() -> None:
     """Leave the default process group, if there is one. Called at exit by itself where `join` made the group."""
+    stop_watchdog()
     let_go_of_groups()
-    if dist.is_available() and dist.is_initialized():
+    if is_joined():
         dist.destroy_process_group()
 
 
@@ -179,7 +198,7 @@ def choose_backend(asked: str | None, device_type: str, *, one_host: bool = Fals
         reason = (
             f"it needs a device of type {needs!r}, and this machine shows none"
             if needs not in (None, "cpu") and dist.is_backend_available(name)
-            else "this torch was built without it, or no imported package registered it"
+            else f"this torch was built without it, or no imported package registered it{_bringer(name)}"
         )
         raise BackendError(
             f"ddp_backend={name!r} cannot be used here: {reason}. Backends that are here: "
@@ -197,6 +216,12 @@ def choose_backend(asked: str | None, device_type: str, *, one_host: bool = Fals
 
 def _device_of(backend: str) -> str | None:
     return "cpu" if backend == "shm" else next((device for device, name in NATIVE_BACKEND.items() if name == backend), None)
+
+
+def _bringer(backend: str) -> str:
+    """The package that registers `backend`, in brackets, where that is not torch."""
+    package = next((kind.package for kind in KINDS if kind.backend == backend and kind.package != "torch"), None)
+    return f" (it comes with {package})" if package else ""
 
 
 def _is_available(backend: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from allstep.comm.communicator import Communicator, Pending, PendingInOrder
+from allstep.comm.watchdog import HERE, told
 from allstep.ddp.buffers import GradientStorage
 from allstep.ddp.comm_hooks import CommHook
 from allstep.ddp.countdown import Countdown
@@ -18,6 +19,7 @@ from allstep.ddp.shared import SharedBucket
 from allstep.ddp.sparse import average_sparse_gradients
 from allstep.ddp.transfers import start_hooked_transfer, start_ordered_transfer, start_transfer
 from allstep.ddp.window import Window
+from allstep.errors import CollectiveError
 
 __all__ = ["Buckets"]
 
@@ -185,9 +187,21 @@ class Buckets:
                 self._pending.append(self._communicator.all_reduce(self.riders.numbers))
 
     def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        with HERE.wait("all_reduce of gradients", self._awaited):
+            try:
+                while self._pending:
+                    self._pending[0].wait()
+                    del self._pending[0]
+            except CollectiveError as error:
+                raise told(error) from error.__cause__
+
+    def _awaited(self) -> str:
+        """The bucket that is waited for, in words."""
+        buckets, sent = self.layout.buckets, self.countdown.next
+        bucket = buckets[max(0, sent - len(self._pending))]
+        names = [self._specs[index].name for index in bucket.parameters]
+        which = "no parameters" if not names else names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        return f"bucket {bucket.index + 1} of {len(buckets)}: {which}"
 
     def divide(self, window: Window, weight: torch.Tensor) -> None:
         """Collective. Where the caller weighs: divide the sums by `weight`, that of all ranks; and average sparse gradients."""

@@ -1,7 +1,8 @@
 """`DistributedDataParallel`: the module that people wrap theirs in."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from allstep.comm.agreement import check_same_replicas, first_difference
-from allstep.comm.communicator import Communicator, communicator_for
+from allstep.comm.communicator import Communicator, SoloCommunicator, communicator_for
 from allstep.ddp.alike import Structure
 from allstep.ddp.arguments import (
     bucket_caps,
@@ -38,6 +39,7 @@ from allstep.ddp.sync import broadcast_states, buffers_of, describe_states, rena
 from allstep.ddp.torch_surface import BufferHook, TorchSurface
 from allstep.ddp.unused import tensors_in, unreached_parameters
 from allstep.errors import ReplicaError
+from allstep.launchers.undistributed import check_joined
 
 __all__ = ["DistributedDataParallel"]
 
@@ -89,6 +91,7 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
 
     Raises:
         ReplicaError: on every rank, where the ranks' modules differ.
+        LaunchVariablesError: a launcher started several processes, and this one has joined no group.
         RuntimeError: nothing in `module` can be trained, or it is a lazy module that has seen no input.
         ValueError: `device_ids` or another argument does not fit.
     """
@@ -126,7 +129,10 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         self._lent = {}
         self.dim = dim
         self.device_mesh = device_mesh
-        self._communicator = communicator_for(group_of(process_group, device_mesh))
+        group = group_of(process_group, device_mesh)
+        self._communicator = communicator_for(group)
+        if group is None and isinstance(self._communicator, SoloCommunicator):
+            check_joined(os.environ)
         self._inner = self._take_over_wrappers()
         named = self._trainable()
         self.forward_sync_buffers = buffer_flags(broadcast_buffers, forward_sync_buffers)
@@ -324,6 +330,13 @@ class DistributedDataParallel(TorchSurface, UnevenInputs, SharedParameters, nn.M
         """
         self._check_divisor()
         self._reducer.weigh(weight, carried)
+
+    def raise_hand_if(self, has_hand_up: Callable[[], bool]) -> None:
+        """From now on, ask this in each reduction; `totals.hands` then says, on every rank alike, how many ranks said yes.
+
+        So one rank's wish, to stop for instance, becomes known to all at the same step, at no collective of its own.
+        """
+        self._reducer.has_hand_up = has_hand_up
 
     def begin_micro_batch(self, place: int) -> None:
         """The next forward and backward are of the micro-batch at `place` of this rank's window, counted from 0.

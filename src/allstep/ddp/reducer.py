@@ -22,6 +22,7 @@ import torch
 from torch.autograd import Variable
 
 from allstep.comm.communicator import Communicator
+from allstep.comm.watchdog import HERE, told
 from allstep.ddp.alike import Changes, states_in_training
 from allstep.ddp.buckets import Buckets
 from allstep.ddp.in_backward import step_in_backward
@@ -91,6 +92,8 @@ class Reducer:
         """How the model has changed since its parameters were laid out; the wrapper keeps it up to date."""
         self.is_outdated = False
         """Whether all ranks have changed alike, so that the wrapper has to make another reducer."""
+        self.has_hand_up: Callable[[], bool] = _no_hand
+        """Asked in each reduction, as late as can be: whether this rank wants the others to know of something."""
         self.is_shared = False
         """Whether some parameters are another wrapper's too, so that a backward need not be that of a forward of this one."""
         self.totals: Totals | None = None
@@ -209,6 +212,7 @@ class Reducer:
         if self.phase is Phase.COLLECTING:
             return
         self._warn_of_no_sync()
+        HERE.enter("backward")
         self.phase = Phase.COLLECTING  # also from LOCAL: a forward under no_sync came after the one whose backward this is
         self._backward = _current_backward()
         self._window.has_graph = torch.is_grad_enabled()
@@ -310,7 +314,7 @@ class Reducer:
         weight, carried = window.weight or (1.0, 0.0)
         strict = self.strict and (window.has_forward or not self.is_shared)
         word = window.word(self.parameters, self.changes, strict=strict, number=self._number)
-        self.buckets.riders.write(window.touched, word, weight, carried, scale)
+        self.buckets.riders.write(window.touched, word, weight, carried, self.has_hand_up(), scale)
 
     # ---- at the end of a backward
 
@@ -342,10 +346,11 @@ class Reducer:
             if self._window.failure is None:
                 step_in_backward(self.stepped or ())
         except CollectiveError as error:
-            raise CollectiveError(f"{error} It was in reduction {self.reductions}, counted from 0.") from error
+            raise told(error, f"It was in reduction {self.reductions}, counted from 0.") from error.__cause__
         finally:
             self.reductions += 1
             self._reset()
+            HERE.enter("")
 
     def _wait_for_futures(self) -> None:
         for future in self._futures:
@@ -427,7 +432,7 @@ class Reducer:
         """Go on counting where `other` ends, which no longer fits the model."""
         self.reductions, self.totals = other.reductions, other.totals
         self.buckets.hook, self.buckets.bytes_reduced = other.buckets.hook, other.buckets.bytes_reduced
-        self.is_shared = other.is_shared
+        self.is_shared, self.has_hand_up = other.is_shared, other.has_hand_up
         self.under_no_sync, self._has_warned = other.under_no_sync, other._has_warned
         self._came, self._times, self.has_started = None, None, other.has_started
         if [*map(id, self.parameters)] == [*map(id, other.parameters)]:
@@ -438,6 +443,10 @@ class Reducer:
     def remove_hooks(self) -> None:
         """Let go of the parameters."""
         self._hooks.remove()
+
+
+def _no_hand() -> bool:
+    return False
 
 
 def _through(reducer: "weakref.ref[Reducer]", method: Callable[..., None], *arguments: Any) -> None:

@@ -1,8 +1,8 @@
 """What the ranks tell each other beside gradients: a few numbers that ride behind the last bucket, at no collective more.
 
 Summed over ranks by that bucket's collective are: how many ranks used each parameter; three numbers in a place for each rank,
-which are its `Word`; and two numbers of the caller. Only where the words do not agree are names exchanged, and all ranks raise
-the same error.
+which are its `Word`; and three numbers of the caller. Only where the words do not agree are names exchanged, and all ranks
+raise the same error.
 """
 
 import enum
@@ -45,7 +45,7 @@ class Totals:
     """What the last reduction summed over ranks beside gradients, as 0-dim float32 tensors on the gradients' device."""
 
     sums: torch.Tensor
-    """(2,): `weight` and `carried`."""
+    """(3,): `weight`, `carried` and `hands`."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -56,6 +56,11 @@ class Totals:
     def carried(self) -> torch.Tensor:
         """The sum of the number that travelled with it."""
         return self.sums[1]
+
+    @property
+    def hands(self) -> torch.Tensor:
+        """How many ranks raised a hand; see `DistributedDataParallel.raise_hand_if`."""
+        return self.sums[2]
 
 
 @dataclass(frozen=True)
@@ -84,27 +89,30 @@ class Riders:
     @staticmethod
     def count(parameters: int, size: int) -> int:
         """How many numbers ride for so many parameters and ranks."""
-        return parameters + 3 * size + 2
+        return parameters + 3 * size + 3
 
     def __init__(self, numbers: torch.Tensor, parameters: int, communicator: Communicator) -> None:
         self.numbers = numbers
         self.used = numbers[:parameters]
         """By parameter, the ranks that used it."""
-        self.words = numbers[parameters:-2]
+        self.words = numbers[parameters:-3]
         """(3 x size,): what all ranks said, for `raise_what_was_said`; valid until the next backward."""
-        self._sums = numbers[-2:]
+        self._sums = numbers[-3:]
         self._staging = numbers if numbers.device.type == "cpu" else torch.zeros(numbers.shape)
         self._parameters, self._rank, self._size = parameters, communicator.rank, communicator.size
 
-    def write(self, used: bytearray, word: Word, weight: float, carried: float | torch.Tensor, scale: float = 1.0) -> None:
+    def write(
+        self, used: bytearray, word: Word, weight: float, carried: float | torch.Tensor, hand: bool, scale: float = 1.0
+    ) -> None:
         """Put this rank's numbers in, times `scale`, which undoes a division by the collective itself."""
         # taken anew each time: share_memory_() of a gradient moves the whole storage (test_gradient_memory.py)
         array, own = self._staging.numpy(), self._parameters + self._rank
         array[: self._parameters] = np.frombuffer(used, dtype=np.uint8)
-        array[self._parameters : -2] = 0.0
-        array[own : -2 : self._size] = word.status, word.forwards, word.training
-        array[-2] = weight
-        array[-1] = 0.0 if isinstance(carried, torch.Tensor) else carried
+        array[self._parameters : -3] = 0.0
+        array[own : -3 : self._size] = word.status, word.forwards, word.training
+        array[-3] = weight
+        array[-2] = 0.0 if isinstance(carried, torch.Tensor) else carried
+        array[-1] = hand
         if self._staging is not self.numbers:
             self.numbers.copy_(self._staging)
         if isinstance(carried, torch.Tensor):
@@ -113,7 +121,7 @@ class Riders:
             self.numbers.mul_(scale)
 
     def totals(self) -> Totals:
-        """The caller's two numbers, summed over ranks."""
+        """The caller's three numbers, summed over ranks."""
         return Totals(self._sums + 0)  # a copy
 
 

@@ -53,6 +53,8 @@ def cause(result: LaunchResult) -> str:
     first = result.first_failure
     if first is None:
         return ""
+    if first.record is not None and first.record.late:
+        return f"{_named(first.record.late)} did not come: {_shortened(_cause(first))}"
     lost = _lost(result, first)
     return lost or f"rank {first.rank} {_failed(result, first)}: {_shortened(_cause(first))}"
 
@@ -75,8 +77,11 @@ def _headline(result: LaunchResult, first: RankEnd) -> list[str]:
     count = len(result.ranks)
     head, *more = _cut([line for line in _cause(first).splitlines() if set(line) - set(" ~^")] or [""])
     host = f"machine {first.machine} ({result.host_of(first)})" if result.machines else result.host
-    failed = f"rank {first.rank} of {count} {_failed(result, first)}, on {host}"
-    return [f"allstep: {failed}: {head}", *(f"      {line}" for line in more)]
+    failed = f"rank {first.rank} of {count} {_failed(result, first)}"
+    if first.record is not None and first.record.late:
+        late = first.record.late
+        failed = f"{_named(late)} of {count} did not come, and rank {first.rank} gave up first"
+    return [f"allstep: {failed}, on {host}: {head}", *(f"      {line}" for line in more)]
 
 
 def _failed(result: LaunchResult, first: RankEnd) -> str:

@@ -51,6 +51,8 @@ class FailureRecord:
     """When the exception reached the top of the script, unix seconds."""
     collateral: bool = False
     """The exception says that its cause lies on another rank."""
+    late: tuple[int, ...] = ()
+    """Ranks that it says did not come to a collective in which this one waited."""
 
     @classmethod
     def of(cls, error: BaseException, trace: TracebackType | None, *, rank: int) -> "FailureRecord":
@@ -66,6 +68,7 @@ class FailureRecord:
             traceback=_shortened("".join(traceback.format_exception(type(error), error, trace))),
             time=time.time(),
             collateral=bool(getattr(error, "collateral", False)),
+            late=tuple(getattr(error, "late", None) or ()),
         )
 
     def to_json(self) -> str:
@@ -76,13 +79,23 @@ class FailureRecord:
     def from_json(cls, text: str) -> "FailureRecord":
         """The same object that wrote `text`."""
         fields = json.loads(text)
-        return cls(**{**fields, "frames": tuple(UserFrame(**frame) for frame in fields["frames"])})
+        frames = tuple(UserFrame(**frame) for frame in fields["frames"])
+        return cls(**{**fields, "frames": frames, "late": tuple(fields.get("late", ()))})
 
     def write(self, path: str) -> None:
         """Put the record at `path`: a reader finds all of it or nothing."""
-        aside = f"{path}.{os.getpid()}"
-        Path(aside).write_text(self.to_json())
-        os.replace(aside, path)
+        _put(path, self.to_json())
+
+    def write_for_torch(self, path: str) -> None:
+        """Put the record at `path` as torch's elastic agent reads it; its report then shows error and traceback."""
+        extra = {"py_callstack": self.traceback, "timestamp": str(int(self.time))}
+        _put(path, json.dumps({"message": {"message": f"{self.error}: {self.message}", "extraInfo": extra}}))
+
+
+def _put(path: str, text: str) -> None:
+    aside = f"{path}.{os.getpid()}"
+    Path(aside).write_text(text)
+    os.replace(aside, path)
 
 
 def user_frames(error: BaseException, trace: TracebackType | None) -> tuple[UserFrame, ...]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from allstep.devices import visible_devices
 from allstep.errors import ArgumentsError
 
 __all__ = ["LaunchSpec", "cores_available", "default_num_processes", "threads_per_rank", "visible_gpus"]
@@ -27,6 +28,8 @@ class LaunchSpec:
     """Path of the script, or name of the module where `module` is true."""
     module: bool = False
     """Run `script` as `python -m` would."""
+    no_python: bool = False
+    """Run `script` as a program of its own, not by Python."""
     args: tuple[str, ...] = ()
     """Arguments of the script, handed on untouched."""
     num_processes: int = 1
@@ -59,6 +62,8 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         problems = []
+        if self.module and self.no_python:
+            problems.append("module and no_python are both said: a module is run by Python")
         if self.num_processes < 1:
             problems.append(f"num_processes={self.num_processes}: expected 1 or more, one process per rank")
         if self.num_cpu_threads_per_process is not None and self.num_cpu_threads_per_process < 1:
@@ -83,7 +88,8 @@ class LaunchSpec:
 
     def command(self, python: str) -> list[str]:
         """The command line of one rank, run by the interpreter `python`."""
-        return [python, "-m", "allstep.launch.worker", *(["-m"] if self.module else []), self.script, *self.args]
+        how = ["-m"] if self.module else ["--no_python"] if self.no_python else []
+        return [python, "-m", "allstep.launch.worker", *how, self.script, *self.args]
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json`."""
@@ -112,20 +118,8 @@ def default_num_processes(gpus: int) -> int:
 
 
 def visible_gpus(variables: Mapping[str, str], root: str = ROOT) -> int:
-    """NVIDIA GPUs that a rank would see, counted without torch or the driver's library.
-
-    CUDA_VISIBLE_DEVICES narrows what the machine has. Like CUDA, the count ends at the first entry that is no device.
-    """
-    present = max(_entries(f"{root}/proc/driver/nvidia/gpus", ""), _entries(f"{root}/dev", "nvidia"))
-    listed = variables.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return present
-    visible = 0
-    for entry in (part.strip() for part in listed.split(",")):
-        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdecimal() and int(entry) < present):
-            break
-        visible += 1
-    return min(visible, present)
+    """Accelerators that a rank would see, see `visible_devices`."""
+    return visible_devices(variables, root)
 
 
 def cores_available(affinity: int | None = None, root: str = ROOT) -> int:
@@ -177,12 +171,3 @@ def _quota(folder: str) -> float | None:
 def _text(path: str) -> str:
     with open(path) as file:
         return file.read()
-
-
-def _entries(folder: str, prefix: str) -> int:
-    """Files in `folder` that are named `prefix` + a number, or anything where there is no prefix."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return 0
-    return sum(not prefix or (name.startswith(prefix) and name[len(prefix) :].isdecimal()) for name in names)

@@ -23,6 +23,9 @@ from allstep.launch.variables import FAILURE_FILE, LAUNCHER_PID, STOP_FILE
 
 __all__ = ["main"]
 
+TORCHS_FAILURE_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable: where torch's elastic agent looks for the failure of a rank."""
+
 _HIDDEN = (__file__, importlib.util.__file__)
 
 
@@ -31,6 +34,8 @@ def main() -> None:
     faulthandler.enable()
     if os.environ.get(LAUNCHER_PID):
         end_with_parent(int(os.environ[LAUNCHER_PID]))
+    if sys.argv[1] == "--no_python":
+        _become(sys.argv[2:])
     process = os.getpid()
     try:
         code, program = _load_module(sys.argv[2:]) if sys.argv[1] == "-m" else _load_script(sys.argv[1:])
@@ -47,6 +52,14 @@ def main() -> None:
         _record(error, trace, process)
         _show(error, trace)
         sys.exit(1)
+
+
+def _become(command: list[str]) -> None:
+    """Turn this process into another program. It still ends with its launcher: the kernel keeps that over an exec."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"allstep: {command[0]} could not be run: {error.strerror}")
 
 
 def _load_script(argv: list[str]) -> tuple[CodeType, ModuleType]:
@@ -94,12 +107,16 @@ def _stopped_in_order(code: object) -> bool:
 
 def _record(error: BaseException, trace: TracebackType | None, process: int) -> None:
     """Write the failure record, if a launcher asked for one. A process that the script forked is not the rank."""
-    path = os.environ.get(FAILURE_FILE)
-    if not path or os.getpid() != process:
+    path, torchs_path = os.environ.get(FAILURE_FILE), os.environ.get(TORCHS_FAILURE_FILE)
+    if not (path or torchs_path) or os.getpid() != process:
         return
     # Not even a full disk may keep the traceback itself from being shown.
     with contextlib.suppress(Exception), _undisturbed():
-        FailureRecord.of(error, _below_here(trace), rank=int(os.environ["RANK"])).write(path)
+        record = FailureRecord.of(error, _below_here(trace), rank=int(os.environ["RANK"]))
+        if path:
+            record.write(path)
+        elif torchs_path:
+            record.write_for_torch(torchs_path)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,11 @@ class TrainerCallback:
     """Override the events you want; each is called on every rank as `event(args, state, control, **kwargs)`.
 
     kwargs hold model (unwrapped), processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader, and with on_log
-    `logs`, with on_evaluate and on_predict `metrics`. A control that is returned replaces the one passed in.
+    `logs`, with on_evaluate and on_predict `metrics`, with on_save `checkpoint`, its folder. A control that is returned
+    replaces the one passed in.
+
+    What a callback sets in `control` on one rank holds for all: the ranks agree behind each event, with one small collective. A
+    class that sets the same on every rank may say so, `decides_alike = True`, and saves that.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -75,7 +79,7 @@ class TrainerCallback:
         """After each batch of an evaluation or prediction on this rank."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """After a checkpoint is committed."""
+        """A checkpoint is on disk; with `save_in_background`, that of an earlier step."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Numbers are logged."""
@@ -123,6 +127,8 @@ class CallbackHandler:
 
 class DefaultFlowCallback(TrainerCallback):
     """Logs, evaluates and saves when the arguments say so."""
+
+    decides_alike = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Set what is due after this step; the last one of a run evaluates and saves wherever steps do."""

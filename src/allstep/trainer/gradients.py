@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["backward", "clip_gradients", "drop_gradients"]
+__all__ = ["backward", "clip_gradients", "drop_gradients", "gradient_norm"]
 
 _FOREACH_DEVICES = frozenset({"cpu", "cuda"})
 """Device types on which torch clips by its `_foreach` functions; elsewhere it decides by itself."""
@@ -30,13 +30,23 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) ->
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not _are_alike(gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+    norm = gradient_norm(parameters)
     if norm.device.type == "cpu" and norm.dtype is torch.float32:
         scale = _scale(norm.item(), max_norm)
         if scale != 1.0:  # NaN scales too, as it does in torch
             torch._foreach_mul_(gradients, scale)
     else:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """The common norm of all gradients, 0-dim; what `clip_gradients` gives, with nothing scaled."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not _are_alike(gradients):
+        return torch.nn.utils.get_total_norm([each.coalesce().values() if each.is_sparse else each for each in gradients])
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
     return norm
 
 

@@ -7,14 +7,17 @@ it is made of, in `data/grid.py` and, for streams, in `data/streams.py`; how gra
 
 import itertools
 
+from allstep.comm.watchdog import HERE
 from allstep.data.position import DataPosition
+from allstep.trainer.decisions import STEP_EVENTS, agree, find_deciders, heed_signals
+from allstep.trainer.drift import check_drift, is_due
 from allstep.trainer.ledger import note_step
+from allstep.trainer.memory import take_step_within_memory
 from allstep.trainer.meter import StepResult
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
-from allstep.trainer.step import take_step
 
-__all__ = ["train"]
+__all__ = ["save", "train"]
 
 
 def train(run: Run, saver: Saver) -> None:
@@ -22,15 +25,19 @@ def train(run: Run, saver: Saver) -> None:
     state = run.callbacks.state
     run.bare_model.train()
     run.optimizer.zero_grad(set_to_none=True)
+    find_deciders(run)
     run.callbacks.call("on_train_begin")
+    agree(run, ["on_train_begin"])
     if run.args.eval_on_start and state.global_step == 0:
         _evaluate(run)
     _begin(run)
     while state.global_step < run.plan.max_steps and not run.callbacks.control.should_training_stop:
         _epoch(run, saver)
-        if run.position.step:  # a callback ended the epoch before its end
+        if run.position.step and not run.is_stopping:  # a callback ended the epoch before its end
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
             _begin(run)
+    HERE.enter("the end of training")
+    saver.finish()
     run.settle()
     run.callbacks.call("on_train_end")
 
@@ -46,20 +53,31 @@ def _epoch(run: Run, saver: Saver) -> None:
     """The rest of the epoch at `run.position`."""
     epoch, state = run.position.epoch, run.callbacks.state
     run.callbacks.call("on_epoch_begin")
+    agree(run, ["on_epoch_begin"])
     for step in itertools.count(run.position.step):
         if not run.feeds.has_step(epoch, step):
             run.position = state.position = DataPosition(epoch=epoch + 1)
             state.epoch = epoch + 1.0
             break
+        HERE.step = state.global_step + 1
+        HERE.enter("callbacks")
         run.callbacks.call("on_step_begin")
-        result = take_step(run, run.feeds.window(epoch, step))
+        result = take_step_within_memory(run, epoch, step)
+        HERE.enter("callbacks")
         _advance(run, result)
         run.callbacks.call("on_step_end")
+        heed_signals(run)
+        agree(run, STEP_EVENTS)
+        if is_due(run):
+            check_drift(run)
         _log_evaluate_save(run, saver, result)
         if run.callbacks.control.should_training_stop or run.callbacks.control.should_epoch_stop:
             break
     run.callbacks.control.should_epoch_stop = False
+    if run.is_stopping:
+        return  # the epoch goes on when the run does
     run.callbacks.call("on_epoch_end")
+    agree(run, ["on_epoch_end"])
     _log_evaluate_save(run, saver, result)
 
 
@@ -67,6 +85,7 @@ def _advance(run: Run, result: StepResult) -> None:
     """A step is done: move state and position on."""
     state, position = run.callbacks.state, run.position
     state.global_step += 1
+    state.skipped_steps += result.skipped
     state.epoch = run.feeds.epoch_at(position.epoch, position.step + 1, run.plan.max_steps)
     run.position = state.position = run.feeds.advanced(position)
     note_step(run, result, position.epoch)
@@ -75,17 +94,28 @@ def _advance(run: Run, result: StepResult) -> None:
 
 def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     """Do what callbacks asked for, in this order, so that a checkpoint holds what was logged and measured."""
+    if saver.poll():
+        agree(run, ["on_save"])
     control = run.callbacks.control
     if control.should_log:
         _log(run, result)
-    if control.should_evaluate and saver.note(_evaluate(run)) and run.args.save_strategy == "best":
-        control.should_save = True
+        agree(run, ["on_log"])
+    if control.should_evaluate:
+        if saver.note(_evaluate(run)) and run.args.save_strategy == "best":
+            control.should_save = True
+        agree(run, ["on_log", "on_prediction_step", "on_evaluate"])
     if control.should_save:
-        run.settle()
-        with run.meter.paused():
-            saver.save()
-        run.callbacks.call("on_save")
+        save(run, saver)
+        agree(run, ["on_save"])
     control.should_log = control.should_evaluate = control.should_save = False
+
+
+def save(run: Run, saver: Saver) -> None:
+    """Collective. Write a checkpoint of where the run stands."""
+    run.settle()
+    with run.meter.paused(), HERE.within("save"):
+        check_drift(run)  # weights that differ are worth no checkpoint
+        saver.save()
 
 
 def _log(run: Run, result: StepResult) -> None:

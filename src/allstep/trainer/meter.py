@@ -30,6 +30,8 @@ class StepResult:
     """Norm of all gradients before clipping; None where nothing is clipped."""
     learning_rate: float
     """What the step used."""
+    skipped: bool = False
+    """Whether the optimizer did not move, because gradients were not finite; then its loss counts nowhere."""
 
 
 class Meter:
@@ -61,12 +63,15 @@ class Meter:
         """Bring `state.interval` and `state.run` up to date; waits for the device."""
         if not self._unread:
             return
-        losses = torch.stack([each.loss_sum for each in self._unread]).tolist()
-        weights = torch.stack([each.weight_sum for each in self._unread]).tolist()
+        counted = [each for each in self._unread if not each.skipped]
+        self._unread.clear()
+        if not counted:
+            return
+        losses = torch.stack([each.loss_sum for each in counted]).tolist()
+        weights = torch.stack([each.weight_sum for each in counted]).tolist()
         for loss, weight in zip(losses, weights, strict=True):
             state.interval.add(loss, weight)
             state.run.add(loss, weight)
-        self._unread.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

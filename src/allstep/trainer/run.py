@@ -85,6 +85,12 @@ class Run:
     compute_loss: Callable[[nn.Module, Any, float], torch.Tensor]
     """The mean loss of a micro-batch, given the wrapped model, inputs on the device, and their weight."""
     meter: Meter
+    deciding_events: frozenset[str] = frozenset()
+    """Events behind which the ranks have to agree on what callbacks wish; see `trainer/decisions.py`."""
+    is_stopping: bool = False
+    """Whether the ranks have agreed to stop because somebody asked one of them to."""
+    say: Callable[[str], None]
+    """Shows a person a line, on rank 0."""
     log: Callable[[dict[str, float]], None]
     evaluate: Callable[[], dict[str, float]]
 

@@ -4,22 +4,36 @@ import dataclasses
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from allstep.checkpoint.manager import CheckpointManager
+from allstep.checkpoint.saves import Save
 from allstep.checkpoint.state import TrainState
+from allstep.checkpoint.store import checkpoint_name
 from allstep.data.position import DataPosition
 from allstep.data.stream_feeds import StreamFeeds
 from allstep.ddp.sync import send_buffers
 from allstep.errors import CheckpointError
 from allstep.trainer.run import Run
+from allstep.trainer.save_record import SaveRecord
 from allstep.trainer.state import TrainerState
 
 __all__ = ["Saver"]
 
 
+class _Best(NamedTuple):
+    """The best evaluation whose checkpoint is on disk, as `TrainerState` has it."""
+
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+
+
 class Saver:
-    """Saves and resumes one run.
+    """Saves and resumes one run. All ranks make the same calls, and no call talks to them from another thread.
+
+    With `save_in_background` a checkpoint that was begun is brought in by a later call: `poll` once all ranks have written it,
+    or `save` and `finish`, which wait for it.
 
     Args:
         run: the run.
@@ -30,6 +44,10 @@ class Saver:
     def __init__(self, run: Run, checkpoints: CheckpointManager, processing_class: Any) -> None:
         self._run, self._checkpoints, self._processing_class = run, checkpoints, processing_class
         self._best_is_now = False  # the last evaluation was the best, and no checkpoint holds it yet
+        self._best_on_disk = _Best()
+        self._best_to_be: _Best | None = None  # once the checkpoint that is being written has come in
+        self._pending: Save | None = None
+        self._record = SaveRecord()
 
     def note(self, metrics: dict[str, float]) -> bool:
         """Take in the metrics of an evaluation; whether they are the best so far.
@@ -53,18 +71,91 @@ class Saver:
         return True
 
     def save(self) -> None:
-        """Collective. Commit `checkpoint-{global_step}`; all ranks go on with the buffers that are in it, rank 0's."""
+        """Collective. Save `checkpoint-{global_step}`; all ranks go on with the buffers that are in it, rank 0's.
+
+        `on_save` is called once it is on disk. What happens where the file system refuses, `save_failure` says.
+
+        Raises:
+            CheckpointError: on every rank. Older checkpoints are untouched.
+        """
+        self.finish()
         send_buffers(self._run.communicator, self._run.bare_model)
-        state = self._run.callbacks.state
+        args, state = self._run.args, self._run.callbacks.state
         if self._best_is_now and state.best_global_step == state.global_step:
-            self._checkpoints.best = self._checkpoints.output_dir / f"checkpoint-{state.global_step}"
-            state.best_model_checkpoint = str(self._checkpoints.best)
-        self._checkpoints.save(
-            self._train_state(),
-            global_step=state.global_step,
-            epoch=state.epoch,
-            global_batch_size=self._run.grid.global_batch_size,
-        )
+            state.best_model_checkpoint = str(self._checkpoints.output_dir / checkpoint_name(state.global_step))
+            self._best_to_be = _Best(state.best_metric, state.best_global_step, state.best_model_checkpoint)
+        try:
+            self._pending = self._checkpoints.begin(
+                self._train_state(whole=self._run.is_stopping or not args.save_only_model),
+                global_step=state.global_step,
+                epoch=state.epoch,
+                global_batch_size=self._run.grid.global_batch_size,
+                in_background=args.save_in_background,
+            )
+        except CheckpointError as error:
+            self._refused(state.global_step, error)
+        if not args.save_in_background:
+            self.finish()
+
+    def poll(self) -> bool:
+        """Collective. Bring in the checkpoint that is being written beside training, if all ranks have written their files.
+
+        Ranks talk only where there is one, which all of them know. Whether there was one to bring in.
+        """
+        if self._pending is None or not all(self._run.communicator.all_gather_object(self._pending.is_written)):
+            return False
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Collective. Wait for the checkpoint that is being written, if there is one, and bring it in.
+
+        Raises:
+            CheckpointError: as `save` does.
+        """
+        save, self._pending = self._pending, None
+        if save is None:
+            return
+        best = self._best_on_disk if self._best_to_be is None else self._best_to_be
+        self._checkpoints.best = None if best.best_model_checkpoint is None else Path(best.best_model_checkpoint)
+        try:
+            path = self._checkpoints.finish(save)
+        except CheckpointError as error:
+            self._refused(save.step, error)
+            return
+        self._best_on_disk, self._best_to_be = best, None
+        self._record.came_in(path)
+        self._run.callbacks.call("on_save", checkpoint=path)
+
+    def abandon(self) -> None:
+        """Not collective. Let go of the checkpoint that is being written, where the run ends by an error."""
+        save, self._pending = self._pending, None
+        if save is not None:
+            save.abandon()
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint that came in last, or that the run has gone on from."""
+        return self._record.newest
+
+    def last_words(self) -> str | None:
+        """What the end of the run has to say of checkpoints that could not be written; None where all came in."""
+        return self._record.last_words()
+
+    def _refused(self, step: int, error: CheckpointError) -> None:
+        """Go on without the checkpoint of `step`, where the file system refused it and the arguments say so."""
+        if not error.by_file_system or self._run.args.save_failure == "stop":
+            raise error
+        state, on_disk = self._run.callbacks.state, self._best_on_disk
+        if state.best_global_step == step:  # or no later evaluation would be the best, and none of them were kept
+            for name, value in on_disk._asdict().items():
+                setattr(state, name, value)
+        elif self._best_to_be is not None:
+            state.best_model_checkpoint = on_disk.best_model_checkpoint
+        self._best_to_be = None
+        self._record.refused(checkpoint_name(step), error)
+        if self._run.communicator.rank == 0:
+            warnings.warn(f'{error} Training goes on; save_failure="stop" would end it here.', stacklevel=2)
 
     def resume(self, folder: Path) -> str:
         """Collective. Fill model, optimizer, schedule and state from `folder`, and stand where it stood in the data.
@@ -77,14 +168,15 @@ class Saver:
         """
         run, state = self._run, self._run.callbacks.state
         # Generators are seeded for each micro-batch, so nothing depends on where they stood (test_resume_elsewhere.py).
-        wanted = dataclasses.replace(self._train_state(), with_generators=False)
+        wanted = dataclasses.replace(self._train_state(not self._run.args.save_only_model), with_generators=False)
         saved = TrainerState.from_dict(self._checkpoints.load(folder, wanted).trainer_state)
-        for name in ("epoch", "global_step", "log_history", "interval", "run"):
+        for name in ("epoch", "global_step", "log_history", "interval", "run", "skipped_steps"):
             setattr(state, name, getattr(saved, name))
         for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(state, name, getattr(saved, name))
         if saved.best_model_checkpoint is not None:
-            self._checkpoints.best = Path(saved.best_model_checkpoint)
+            self._best_on_disk = _Best(saved.best_metric, saved.best_global_step, saved.best_model_checkpoint)
+        self._record.resumed_from(folder)
         steps = run.grid.steps_per_epoch or sys.maxsize  # without a length: still in the first pass
         position = saved.position or DataPosition.after(state.global_step, steps)
         run.position = state.position = self._placed(position, saved.global_batch_size, folder)
@@ -116,9 +208,8 @@ class Saver:
         if best is not None:
             self._checkpoints.load(best, TrainState(model=self._run.bare_model, with_generators=False))
 
-    def _train_state(self) -> TrainState:
+    def _train_state(self, whole: bool) -> TrainState:
         run = self._run
-        whole = not run.args.save_only_model
         return TrainState(
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,

@@ -54,6 +54,8 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+    skipped_steps: int = 0
+    """Steps in which the optimizer did not move, because gradients were not finite; `global_step` counts them too."""
     world_size: int = 1
     """Ranks of the run that wrote this."""
     global_batch_size: int = 0

@@ -1,20 +1,23 @@
 """One optimizer step: the window's micro-batches forward and backward, buckets reduced meanwhile, clip, step."""
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import torch
 
+from allstep.comm.watchdog import HERE
 from allstep.data.collate import to_device
 from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
-from allstep.trainer.gradients import backward, clip_gradients, drop_gradients
+from allstep.trainer.gradients import backward, clip_gradients, drop_gradients, gradient_norm
 from allstep.trainer.ledger import note_gradients
 from allstep.trainer.meter import StepResult
+from allstep.trainer.nonfinite import BufferCopies, report_nonfinite
 from allstep.trainer.precision import autocast
 from allstep.trainer.run import Run
 
@@ -29,12 +32,16 @@ def take_step(run: Run, window: Sequence[MicroBatch]) -> StepResult:
         Exception: whatever this rank's data or model raised, after the other ranks were told.
     """
     place: MicroBatch | None = None  # where this rank is
+    fed: list[tuple[Feed, float]] = []  # what has a weight, for where its gradients are not finite
+    policy = run.args.nonfinite_gradients
+    copies = BufferCopies(run.bare_model) if policy == "skip" else None
     try:
         weight, losses = 0.0, TreeSum(torch.add)
         reduced = False
         first = run.communicator.rank * (run.grid.micro_batches_per_step // run.communicator.size)
         for micro_batch in window:
-            place = micro_batch
+            place, HERE.micro_batch = micro_batch, micro_batch.number
+            HERE.enter("data")
             feed = next(run.feeds)
             place = feed.micro_batch
             assert place.number == micro_batch.number
@@ -46,6 +53,8 @@ def take_step(run: Run, window: Sequence[MicroBatch]) -> StepResult:
             if not own_weight and run.ledger is not None:
                 run.ledger.note(micro_batch.number, feed.sample_ids, 0, None, feed.inputs)
             if own_weight:  # without a label that counts, a mean loss would be 0/0
+                if policy != "ignore":
+                    fed.append((feed, own_weight))
                 if run.sums_in_order:
                     run.model.begin_micro_batch(micro_batch.number - first)
                 with nullcontext() if last else run.model.no_sync():
@@ -61,7 +70,10 @@ def take_step(run: Run, window: Sequence[MicroBatch]) -> StepResult:
     except Exception as error:
         _tell_others(run, error, place)
         raise
-    return _step(run)
+    norm = _norm(run)
+    if norm is not None and policy != "ignore" and not math.isfinite(norm):
+        return _leave_out(run, fed, copies)
+    return _step(run, norm if run.args.max_grad_norm > 0 else None)
 
 
 def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
@@ -71,6 +83,7 @@ def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, 
     """
     micro_batch = feed.micro_batch
     seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
+    HERE.enter("forward")
     inputs = to_device(feed.inputs, run.device)
     with autocast(run.args, run.device):
         loss = run.compute_loss(run.model, inputs, weight)
@@ -81,14 +94,35 @@ def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, 
         summed = losses.total()
         assert summed is not None
         run.model.weigh(total, summed)
+    HERE.enter("backward")
     backward(loss, weight)
 
 
-def _step(run: Run) -> StepResult:
+def _norm(run: Run) -> torch.Tensor | None:
+    """The norm of the reduced gradients, 0-dim, which are clipped to what the arguments say; None where nobody asks for it."""
+    HERE.enter("optimizer")
+    note_gradients(run)
+    if run.args.max_grad_norm > 0:
+        return clip_gradients(run.parameters, run.args.max_grad_norm)
+    return None if run.args.nonfinite_gradients == "ignore" else gradient_norm(run.parameters)
+
+
+def _leave_out(run: Run, fed: Sequence[tuple[Feed, float]], copies: BufferCopies | None) -> StepResult:
+    """Collective. The gradients are not finite: raise, or count the step, and leave everything as it was."""
     totals = run.model.totals
     assert totals is not None
-    note_gradients(run)
-    norm = clip_gradients(run.parameters, run.args.max_grad_norm) if run.args.max_grad_norm > 0 else None
+    text = report_nonfinite(run, fed)
+    run.say(f"{text}\n  This step is left out.")
+    if copies is not None:
+        copies.put_back()
+    drop_gradients(run.optimizer)
+    learning_rate = float(run.optimizer.param_groups[0]["lr"])
+    return StepResult(totals.carried, totals.weight, None, learning_rate, skipped=True)
+
+
+def _step(run: Run, norm: torch.Tensor | None) -> StepResult:
+    totals = run.model.totals
+    assert totals is not None
     run.callbacks.call("on_pre_optimizer_step")
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.optimizer.step()

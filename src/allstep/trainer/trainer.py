@@ -17,6 +17,7 @@ from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
+from allstep.comm.watchdog import HERE
 from allstep.data.loader import MicroBatchLoader, check_map_style
 from allstep.data.position import DataPosition
 from allstep.data.seeding import seed_generators
@@ -36,6 +37,7 @@ from allstep.trainer.assembly import (
     sums_in_order,
 )
 from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
@@ -50,6 +52,7 @@ from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.schedulers import make_scheduler
 from allstep.trainer.state import TrainerControl, TrainerState
+from allstep.trainer.stopping import StopRequest, restarts, stop
 from allstep.trainer.verification import StopAfter, Verification
 
 __all__ = ["TrainOutput", "Trainer"]
@@ -105,7 +108,12 @@ class Trainer:
         self._verification = Verification.asked_for()
         if self._verification is not None:
             self.args = self._verification.adapted(self.args)
-        self.world = join(backend=self.args.ddp_backend, timeout=self.args.ddp_timeout_delta, use_cpu=self.args.use_cpu)
+        self.world = join(
+            backend=self.args.ddp_backend,
+            timeout=self.args.ddp_timeout_delta,
+            use_cpu=self.args.use_cpu,
+            wait_warning=self.args.ddp_wait_warning,
+        )
         self.communicator = communicator_for(None)
         self.device = torch.device(self.world.device)
         seed_generators(self.args.seed)
@@ -138,7 +146,9 @@ class Trainer:
         """Collective. Train to the end and return the mean loss and the numbers of the run.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder, or True for the newest whole one in `output_dir`.
+            resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
+                or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
+                failure goes on as with "auto" where this is None or False.
 
         Raises:
             DataError: there is nothing to train on.
@@ -149,35 +159,55 @@ class Trainer:
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
+        elif restarts() > 0 and not resume_from_checkpoint:
+            resume_from_checkpoint = "auto"  # what the script says is for the first time
         if self._model_init is not None:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)
             self.optimizer, self.lr_scheduler = self._own_optimizers
-        run, saver = self._make_run(resume_from_checkpoint)
+        checkpoints = CheckpointManager(self._output_dir, self.communicator, self.args.save_total_limit, say=self.sinks.message)
+        try:
+            output = self._train(checkpoints, resume_from_checkpoint, began)
+        finally:
+            checkpoints.close()
+        if self._verification is not None:
+            raise SystemExit(0)  # what the script does afterwards is not looked at
+        return output
+
+    def _train(
+        self, checkpoints: CheckpointManager, resume_from_checkpoint: str | os.PathLike[str] | bool | None, began: float
+    ) -> "TrainOutput":
+        run, saver = self._make_run(checkpoints, resume_from_checkpoint)
         self.last_run = run
         first_step = self.state.global_step
         try:
             self.sinks.open(run.plan.max_steps, first_step)
             self._is_training = True
-            loop.train(run, saver)
+            with StopRequest() as request:
+                run.model.raise_hand_if(request.is_asked)
+                loop.train(run, saver)
+                if heed_late_signals(run, request.is_asked()):
+                    stop(run, saver, request, self.sinks.message)
             if self.args.load_best_model_at_end:
                 saver.load_best()
             output = self._finish(run, first_step, time.perf_counter() - began)
+            if (words := saver.last_words()) is not None:
+                self.sinks.message(words)
         finally:
             self._is_training = False
+            saver.abandon()
             run.feeds.close()
             run.model.release()
             self.sinks.close()
             if run.ledger is not None:
                 run.ledger.close()
-        if self._verification is not None:
-            raise SystemExit(0)  # what the script does afterwards is not looked at
         return output
 
-    def _make_run(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> tuple[Run, Saver]:
+    def _make_run(
+        self, checkpoints: CheckpointManager, resume_from_checkpoint: str | os.PathLike[str] | bool | None
+    ) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
         args, size = self.args, self.communicator.size
-        checkpoints = CheckpointManager(self._output_dir, self.communicator, args.save_total_limit)
         folder = checkpoints.resolve(resume_from_checkpoint)
         grid = make_grid(
             args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)
@@ -221,6 +251,7 @@ class Trainer:
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),
+            say=self.sinks.message,
             log=self.log,
             evaluate=self.evaluate,
         )
@@ -326,7 +357,8 @@ class Trainer:
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         only_loss = self.args.prediction_loss_only or self.compute_metrics is None
-        _, metrics = self._evaluated(dataset, ignore_keys, metric_key_prefix, only_loss)
+        with HERE.within("evaluate"):
+            _, metrics = self._evaluated(dataset, ignore_keys, metric_key_prefix, only_loss)
         self.log(metrics)
         self.callback_handler.call("on_evaluate", metrics=metrics)
         return metrics
@@ -336,7 +368,8 @@ class Trainer:
     ) -> PredictionOutput:
         """Collective. What the model says about `test_dataset`, rows in its order, the same on every rank."""
         only_loss = self.args.prediction_loss_only
-        result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, only_loss, keeps_rows=not only_loss)
+        with HERE.within("predict"):
+            result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, only_loss, keeps_rows=not only_loss)
         self.callback_handler.call("on_predict", metrics=metrics)
         return PredictionOutput(result.predictions, result.label_ids, metrics)
 

@@ -62,6 +62,8 @@ class Verification:
 class StopAfter(TrainerCallback):
     """Ends training after a step."""
 
+    decides_alike = True
+
     def __init__(self, step: int) -> None:
         self._step = step
 

@@ -56,7 +56,7 @@ def describe(call: Call) -> str:
         return "something else"
     name = KINDS[kind]
     if name in ("barrier", "number"):
-        return name
+        return "exchange of numbers" if name == "number" else name
     kind_of_value = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "value"
     how = f" ({OPS[op]})" if op < len(OPS) else ""
     whose = (

@@ -1,0 +1,1 @@
+"""`allstep doctor`: what this machine has, what works, and what to type where it does not."""

@@ -1,0 +1,86 @@
+"""A rank that runs out of memory: all take smaller micro-batches, and the step is taken again with the same samples."""
+
+import dataclasses
+import gc
+
+import torch
+
+from allstep.comm.agreement import any_rank
+from allstep.data.grid import Grid, MicroBatch
+from allstep.data.loader import MicroBatchLoader
+from allstep.errors import CollectiveError, RankFailedError
+from allstep.trainer.assembly import make_feeds
+from allstep.trainer.meter import StepResult
+from allstep.trainer.run import Run
+from allstep.trainer.step import take_step
+
+__all__ = ["is_out_of_memory", "smaller", "take_step_within_memory"]
+
+_HERE, _ELSE = 1, 2
+_WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
+"""What torch's allocators and libraries say, in lower case, in errors that are no OutOfMemoryError."""
+
+
+def take_step_within_memory(run: Run, epoch: int, step: int) -> StepResult:
+    """`take_step`; with `auto_find_batch_size`, again with smaller micro-batches as often as some rank runs out of memory.
+
+    Raises:
+        Exception: what `take_step` raised; for want of memory only where micro-batches are of one sample already.
+    """
+    while True:
+        window: list[MicroBatch] = run.feeds.window(epoch, step)
+        try:
+            return take_step(run, window)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if not (run.args.auto_find_batch_size and _can_go_on(run, error)):
+                raise
+        # outside of the handler: the error's traceback holds the activations
+        _use_smaller(run)
+
+
+def _can_go_on(run: Run, error: Exception) -> bool:
+    """Collective. Whether a want of memory is all that went wrong, and there is a smaller size."""
+    own = _HERE if is_out_of_memory(error) else 0 if isinstance(error, RankFailedError) else _ELSE
+    can_shrink = isinstance(run.grid, Grid) and run.grid.micro_batch_size > 1
+    return any_rank(run.communicator, own) == _HERE and can_shrink
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def smaller(micro_batch: int) -> int:
+    """The largest size that divides `micro_batch` and is smaller: half of it where that is whole."""
+    factor = next(each for each in range(2, micro_batch + 1) if micro_batch % each == 0)
+    return micro_batch // factor
+
+
+def _use_smaller(run: Run) -> None:
+    """Lay the same global batches out in more micro-batches, and stand before the same step again."""
+    grid, state = run.grid, run.callbacks.state
+    assert isinstance(grid, Grid)
+    assert isinstance(run.loader, MicroBatchLoader)
+    size = smaller(grid.micro_batch_size)
+    factor = grid.micro_batch_size // size
+    run.grid = dataclasses.replace(grid, micro_batch_size=size, micro_batches_per_step=grid.micro_batches_per_step * factor)
+    run.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    if run.device.type != "cpu":
+        torch.accelerator.memory.empty_cache()
+    samples = run.feeds.samples
+    run.feeds.close()
+    seed = run.args.seed if run.args.data_seed is None else run.args.data_seed
+    run.feeds = make_feeds(run.loader, run.grid, run.communicator, seed, lambda text: None)
+    run.feeds.samples = samples
+    run.feeds.begin(run.position, run.plan.max_steps - state.global_step)
+    state.train_batch_size = size
+    run.say(
+        f"out of memory in step {state.global_step + 1} with micro-batches of {grid.micro_batch_size} samples; from now on all "
+        f"ranks run {run.grid.micro_batches_per_step // run.communicator.size} micro-batches of {size}: the global batch is "
+        f"{run.grid.global_batch_size} as before, and the step is taken again"
+    )

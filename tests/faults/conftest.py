@@ -52,7 +52,7 @@ class Launch:
     ) -> None:
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.folder / "temporary")}
-        program = [sys.executable, "-m", "allstep", "launch", "--num_processes", str(ranks), *options, "train.py", *script_args]
+        program = [sys.executable, "-m", "allstep", "launch", "--nproc_per_node", str(ranks), *options, "train.py", *script_args]
         self.process = subprocess.Popen(
             [*before, *program],
             cwd=self.folder,

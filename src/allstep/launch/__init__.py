@@ -1,1 +1,1 @@
-"""Starts the ranks of a job on this machine, watches over them, and says which failed first. Needs no torch."""
+"""Starts the ranks of a job, watches over them on all its hosts, and says which failed first. Needs no torch."""

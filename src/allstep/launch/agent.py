@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from allstep.errors import ArgumentsError
 from allstep.launch.generation import Generation
 from allstep.launch.guardian import end_marked
 from allstep.launch.linux import adopt_orphans
@@ -60,7 +61,7 @@ def launch(
             party.close("it was asked to stop")
             return _stopped(stopped.signal, started_at)
         except BaseException as error:
-            party.close(f"{type(error).__name__}: {error}")
+            party.close(str(error) if isinstance(error, ArgumentsError) else f"{type(error).__name__}: {error}")
             raise
         party.close()
         return result

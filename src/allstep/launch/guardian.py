@@ -26,11 +26,11 @@ def end_marked(folder: str, patience: float = PATIENCE) -> list[int]:
     killed = set()
     while (found := marked(folder)) and time.monotonic() < deadline:
         for pid in found:
-            killed.add(pid)
-            try:  # noqa: SIM105 - contextlib would take half of the time that this file needs to start
+            try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:  # it ended meanwhile, or became somebody else's
-                pass
+                continue
+            killed.add(pid)
         time.sleep(0.01)  # it ends in its own time, and whom it started meanwhile is found next
     return sorted(killed - set(found))
 

@@ -15,6 +15,7 @@ from allstep.checkpoint import folder as output_folder
 from allstep.checkpoint.folder_lock import FolderLock
 from allstep.checkpoint.generators import GeneratorStates
 from allstep.checkpoint.holds import Hold
+from allstep.checkpoint.job import is_of_this_job, job_name, launched_at
 from allstep.checkpoint.manifest import Manifest
 from allstep.checkpoint.reasons import reason
 from allstep.checkpoint.retention import thin_out
@@ -143,18 +144,25 @@ class CheckpointManager:
         self._votes.on_first(lambda: self._store.export(target, model_files(state)), f"write the model to {target}")
         return target
 
-    def newest(self) -> Path | None:
-        """Collective. The newest checkpoint that is whole; None if there is none. Warns of each newer one it passed over."""
-        path: Path | None = self._votes.on_first(self._newest, "look for a checkpoint")
+    def newest(self, *, of_this_job: bool = False) -> Path | None:
+        """Collective. The newest checkpoint that is whole; None if there is none. Warns of each newer one it passed over.
+
+        Args:
+            of_this_job: leave out those that this job has not written; see `checkpoint/job.py`.
+        """
+        path: Path | None = self._votes.on_first(lambda: self._newest(of_this_job), "look for a checkpoint")
         return path
 
-    def resolve(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
+    def resolve(
+        self, resume_from_checkpoint: bool | str | os.PathLike[str] | None, *, of_this_job: bool = False
+    ) -> Path | None:
         """Collective. The folder that `train(resume_from_checkpoint=...)` means; None for the beginning.
 
         True is the newest whole checkpoint of the output folder, "auto" the same or, with a line that says so, the beginning.
         False and None are the beginning. "true" and "false", as a command line has them, are True and False. Another text is
         the path of a folder; one of Hugging Face's, which has no manifest and so cannot be proven whole, is taken with a
-        warning. Until it is loaded, no other process deletes the checkpoint that was found.
+        warning. Until it is loaded, no other process deletes the checkpoint that was found. `of_this_job` leaves out what another
+        job wrote, unless it is given by its path.
 
         Raises:
             CheckpointError: on every rank. There is no whole checkpoint, or the path is none; the message names the file.
@@ -165,7 +173,7 @@ class CheckpointManager:
         if isinstance(wanted, Path):
             self._votes.on_first(lambda: self._check(wanted), f"resume from {wanted}")
             return wanted
-        newest = self.newest()
+        newest = self.newest(of_this_job=of_this_job)
         if newest is None and wanted == "auto":
             self._say(
                 f'resume_from_checkpoint="auto" found no whole checkpoint in {self.output_dir}: starting at the beginning'
@@ -223,9 +231,12 @@ class CheckpointManager:
             generators=generators,
         )
 
-    def _newest(self) -> Path | None:
+    def _newest(self, of_this_job: bool) -> Path | None:
         self._store.recover()
         for path in reversed(self._store.checkpoints()):
+            if of_this_job and not self._is_own(path):
+                self._say(f"passed over {path}: it is of another job, and was there before this one was started")
+                continue
             try:
                 self._hold(path)
             except OSError as error:
@@ -238,6 +249,13 @@ class CheckpointManager:
             hint = "" if (path / "training_args.json").exists() else " To resume from it all the same, pass its path."
             _warn(f"Passed over {path}: {' '.join(problems)}{hint}")
         return None
+
+    def _is_own(self, path: Path) -> bool:
+        try:
+            manifest = self._store.manifest(path)
+        except CheckpointError:
+            return True  # it is damaged, which is said where that is looked at
+        return manifest is not None and is_of_this_job(manifest, job_name(), launched_at())
 
     def _check(self, path: Path) -> Manifest | None:
         """The manifest of a checkpoint that is whole; None for a folder of Hugging Face's."""

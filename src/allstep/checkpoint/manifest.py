@@ -70,6 +70,8 @@ class Manifest:
     """The allstep that wrote the checkpoint."""
     torch_version: str
     """The torch that wrote the checkpoint."""
+    job: str = ""
+    """Name of the job that wrote the checkpoint, where its launcher gave it one."""
     format_version: int = FORMAT_VERSION
     """Version of this format."""
 
@@ -104,7 +106,8 @@ class Manifest:
         if found != _digest(content):
             raise CheckpointError(f"{MANIFEST_FILE} was changed after it was written: its own SHA-256 does not match.")
         values = {name: _typed(name, content.get(name), kind) for name, kind in _FIELDS.items()}
-        return cls(files=_entries(content.get("files")), format_version=version, **values)
+        job = _typed("job", content.get("job", ""), str)
+        return cls(files=_entries(content.get("files")), job=job, format_version=version, **values)
 
     def problems(self, found: Mapping[str, FileEntry]) -> list[str]:
         """Compare with the files that were `found`; one sentence for each that is not as it was written.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from allstep import __version__
+from allstep.checkpoint.job import job_name
 from allstep.checkpoint.manifest import FileEntry, Manifest
 from allstep.checkpoint.state import TrainState, copied_files, live_files
 from allstep.checkpoint.store import CheckpointStore, WriteFiles, checkpoint_name
@@ -120,5 +121,6 @@ class Save:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             allstep_version=__version__,
             torch_version=torch.__version__,
+            job=job_name(),
             **self._facts,
         )

@@ -148,7 +148,7 @@ class Trainer:
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
                 or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
-                failure goes on as with "auto" where this is None or False.
+                failure goes on from its own newest one where this is None or False.
 
         Raises:
             DataError: there is nothing to train on.
@@ -159,8 +159,6 @@ class Trainer:
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
-        elif restarts() > 0 and not resume_from_checkpoint:
-            resume_from_checkpoint = "auto"  # what the script says is for the first time
         if self._model_init is not None:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)
@@ -208,7 +206,11 @@ class Trainer:
     ) -> tuple[Run, Saver]:
         """Everything that can be wrong is found here, before the first step."""
         args, size = self.args, self.communicator.size
-        folder = checkpoints.resolve(resume_from_checkpoint)
+        if restarts() > 0 and not resume_from_checkpoint and self._verification is None:
+            # what the script says is for the first time
+            folder = checkpoints.resolve("auto", of_this_job=True)
+        else:
+            folder = checkpoints.resolve(resume_from_checkpoint)
         grid = make_grid(
             args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)
         )

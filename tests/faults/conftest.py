@@ -52,9 +52,9 @@ class Launch:
     ) -> None:
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.folder / "temporary")}
-        program = [sys.executable, "-m", "allstep", "launch", "--nproc_per_node", str(ranks), *options, "train.py", *script_args]
+        program = [sys.executable, "-m", "allstep", "launch", "--nproc_per_node", str(ranks), *options, "train.py"]
         self.process = subprocess.Popen(
-            [*before, *program],
+            [*before, *program, *script_args],
             cwd=self.folder,
             env=environment,
             text=True,

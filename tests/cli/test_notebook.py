@@ -71,7 +71,8 @@ def test_after_threads_were_used_ranks_have_one_or_are_new_processes_where_the_f
     calls = (
         "allstep.notebook_launcher(train, (1,), 2, use_port='0')\nimport mine\nallstep.notebook_launcher(mine.train, (2,), 2)"
     )
-    end, copies = notebook(RUN, TRAIN, USED, calls, OMP_NUM_THREADS="2", PYTHONPATH=".")
+    without = "import sys\nsys.modules['cloudpickle'] = None"
+    end, copies = notebook(RUN, TRAIN, USED, without, calls, OMP_NUM_THREADS="2", PYTHONPATH=".")
     assert end.returncode == 0, end.stderr
     assert [(each["total"], each["threads"]) for each in copies] == [(3.0, 1), (3.0, 1)]
     new = [json.loads((tmp_path / f"sent-{rank}").read_text()) for rank in range(2)]
@@ -79,6 +80,14 @@ def test_after_threads_were_used_ranks_have_one_or_are_new_processes_where_the_f
     assert end.stderr.count("one thread each instead of 2, with which it hangs in its first computation") == 1
     assert "train is defined in the notebook, from which a new process cannot import" in end.stderr
     assert "pip install cloudpickle" in end.stderr
+
+
+@pytest.mark.long
+def test_with_cloudpickle_a_function_of_the_notebook_goes_to_new_processes(notebook):
+    pytest.importorskip("cloudpickle")
+    end, new = notebook(RUN, TRAIN, USED, "allstep.notebook_launcher(train, (1,), 2)", OMP_NUM_THREADS="2")
+    assert end.returncode == 0, end.stderr
+    assert [(each["total"], each["threads"]) for each in new] == [(3.0, 2), (3.0, 2)]
 
 
 def test_a_failing_rank_is_named_with_its_traceback_or_its_signal_and_none_is_left(notebook):

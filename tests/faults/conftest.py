@@ -52,9 +52,19 @@ class Launch:
     ) -> None:
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.folder / "temporary")}
-        program = [sys.executable, "-m", "allstep", "launch", "--nproc_per_node", str(ranks), *options, "train.py"]
+        program = [
+            sys.executable,
+            "-m",
+            "allstep",
+            "launch",
+            "--nproc_per_node",
+            str(ranks),
+            *options,
+            "train.py",
+            *script_args,
+        ]
         self.process = subprocess.Popen(
-            [*before, *program, *script_args],
+            [*before, *program, "train.py", *script_args],
             cwd=self.folder,
             env=environment,
             text=True,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from allstep.launch.decide import Finish, Forward, Kill, Stop, Wait, decide, over_here
+from allstep.launch.frozen import FrozenRanks
 from allstep.launch.generation import Generation
 from allstep.launch.job import JobState, Machine, RankState, Request, StopNote
 from allstep.launch.logs import RankFiles
@@ -81,6 +82,7 @@ class _Watch:
         self._signals = signals
         self._say = say
         self._oom_kills_before = oom_kills_before
+        self._frozen = FrozenRanks()
         self._clock = time.time() - time.monotonic()  # waiting must not depend on who sets the clock meanwhile
         several = len(generation.counts) > 1
         self._longest = min(
@@ -133,6 +135,8 @@ class _Watch:
         self._show()
         ranks = tuple(self._observed_rank(state, now) for state in self._job.ranks)
         self._job = replace(self._job, ranks=ranks)
+        for sentence in self._frozen.look({state.rank: state.pid for state in ranks if state.running and state.pid}, now):
+            self._say(f"allstep: {sentence}")
         over = over_here(self._job, now)
         self._job = self._party.exchange(self._job, now, self._tail() if over else None)
         if self._job.requests and not asked_before:

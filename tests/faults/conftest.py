@@ -52,17 +52,7 @@ class Launch:
     ) -> None:
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.folder / "temporary")}
-        program = [
-            sys.executable,
-            "-m",
-            "allstep",
-            "launch",
-            "--nproc_per_node",
-            str(ranks),
-            *options,
-            "train.py",
-            *script_args,
-        ]
+        program = [sys.executable, "-m", "allstep", "launch", "--nproc_per_node", str(ranks), *options]
         self.process = subprocess.Popen(
             [*before, *program, "train.py", *script_args],
             cwd=self.folder,

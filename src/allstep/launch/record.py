@@ -4,9 +4,11 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 __all__ = ["FailureRecord", "UserFrame", "user_frames"]
 
@@ -78,7 +80,11 @@ class FailureRecord:
     @classmethod
     def from_json(cls, text: str) -> "FailureRecord":
         """The same object that wrote `text`."""
-        fields = json.loads(text)
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "FailureRecord":
+        """The same object of which `fields` is what JSON leaves of it."""
         frames = tuple(UserFrame(**frame) for frame in fields["frames"])
         return cls(**{**fields, "frames": frames, "late": tuple(fields.get("late", ()))})
 

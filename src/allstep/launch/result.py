@@ -131,7 +131,7 @@ class LaunchResult:
         fields = json.loads(text)
         for end in fields["ranks"]:
             record = end["record"]
-            end["record"] = FailureRecord.from_json(json.dumps(record)) if record is not None else None
+            end["record"] = FailureRecord.from_fields(record) if record is not None else None
             end["outcome"] = Outcome(end["outcome"])
             end["stop"] = StopNote(**end["stop"]) if end["stop"] else None
         return cls(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from allstep.launch.job import JobState, Machine, RankState, Request, StopNote, shifted
-from allstep.launch.record import FailureRecord, UserFrame
+from allstep.launch.record import FailureRecord
 
 __all__ = ["NOTHING", "View", "lost", "merged", "told"]
 
@@ -98,16 +98,12 @@ def _rank(fields: Mapping[str, Any]) -> RankState:
     return RankState(
         **{
             **fields,
-            "record": _record(record) if record is not None else None,
+            "record": FailureRecord.from_fields(record) if record is not None else None,
             "stop": StopNote(**stop) if stop is not None else None,
             "sent": tuple(fields["sent"]),
             "received": tuple(fields["received"]),
         }
     )
-
-
-def _record(fields: Mapping[str, Any]) -> FailureRecord:
-    return FailureRecord(**{**fields, "frames": tuple(UserFrame(**frame) for frame in fields["frames"])})
 
 
 def _machine(fields: Mapping[str, Any], ahead: float) -> Machine:

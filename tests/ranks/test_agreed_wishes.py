@@ -107,3 +107,17 @@ def test_callbacks_that_decide_alike_cost_no_collective(ranks, tmp_path):
 def test_one_rank_alone_stops_where_it_wishes(tmp_path):
     steps, _ = train(0, 1, tmp_path, "on_step_end", 4, "should_training_stop", 0)
     assert steps == 4
+
+
+def wish_before_the_first_step(rank, size, folder):
+    args = TrainingArguments(
+        str(folder), max_steps=5, eval_on_start=True, save_strategy="no", logging_strategy="no", disable_tqdm=True
+    )
+    callbacks = [Wishes("on_evaluate", 0, "should_training_stop")] if rank == 1 else []
+    trainer = Trainer(RegressionNet(), args, train_dataset=Regression(99), eval_dataset=Regression(5), callbacks=callbacks)
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_a_wish_at_the_evaluation_before_the_first_step_is_done_by_all(ranks, tmp_path):
+    assert ranks.run(wish_before_the_first_step, tmp_path) == [0, 0]

@@ -12,6 +12,7 @@ from allstep.comm.agreement import digest
 from allstep.errors import NonFiniteGradientsError
 from allstep.testing import faults
 from allstep.testing.models import Regression, RegressionNet
+from allstep.trainer.nonfinite import MOST_IN_A_ROW, MOST_SAVED
 
 BACKENDS = ("gloo", "shm")
 
@@ -160,3 +161,74 @@ def test_one_rank_alone_reads_the_same(tmp_path):
     assert str(BAD) in words
     lines = (Path(tmp_path) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == steps
+
+
+class Hopeless(RegressionNet):
+    """Whose weights are no good any more, from its seventh forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, labels=None):
+        outputs = super().forward(x, labels)
+        self.count = getattr(self, "count", 0) + 1
+        return {"loss": outputs["loss"] * (float("nan") if self.count > 6 else 1.0)}
+
+
+def hopeless(rank, size, folder):
+    trainer = make(folder, Rows(600), "skip", net=Hopeless, steps=100)
+    try:
+        trainer.train()
+    except NonFiniteGradientsError as error:
+        return str(error), trainer.state.global_step, trainer.state.skipped_steps
+    return None
+
+
+def test_steps_are_not_left_out_for_ever(ranks, tmp_path):
+    (words, steps, left_out), other = ranks.run(hopeless, tmp_path)
+    assert other == (words, steps, left_out)
+    assert left_out == MOST_IN_A_ROW
+    assert steps == 3 + MOST_IN_A_ROW
+    assert f"{MOST_IN_A_ROW} steps before it were left out" in words
+    assert len(list((tmp_path / "nonfinite").iterdir())) <= 2 * MOST_SAVED
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Row 23 of which is not finite."""
+
+    def __iter__(self):
+        rows = Rows(60, BAD)
+        return (rows[index] for index in range(60))
+
+
+def streamed(rank, size, folder, policy):
+    trainer = make(folder, Stream(), policy, steps=10)
+    try:
+        trainer.train()
+    except NonFiniteGradientsError as error:
+        return str(error)
+    return trainer.state.skipped_steps
+
+
+def test_samples_of_a_stream_are_named_by_their_place(ranks, tmp_path):
+    words = ranks.run(streamed, tmp_path, "raise")
+    assert words[0] == words[1]
+    assert f"input 'x' of sample(s) {BAD} is not finite itself" in words[0]
+    assert ranks.run(streamed, tmp_path, "skip") == [1, 1]
+
+
+def trained_twice(rank, size, folder):
+    trainer = make(folder, Rows(60), "raise", steps=5)
+    weights = []
+    for _ in range(2):
+        trainer.train()
+        weights.append(digest(trainer.model.named_parameters()))
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    return weights[0] != weights[1], rates[-5:]
+
+
+def test_to_train_again_begins_the_schedule_anew(ranks, tmp_path):
+    for has_learnt, rates in ranks.run(trained_twice, tmp_path):
+        assert has_learnt
+        assert rates == pytest.approx([1e-2 * (1 - done / 5) for done in range(5)])

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from allstep import Trainer, TrainingArguments
+from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
 from allstep.errors import AllstepError
 from allstep.testing.models import Regression, RegressionNet
+from allstep.testing.ranks import RankPool
 from allstep.trainer.memory import is_out_of_memory, smaller
 
 BACKENDS = ("gloo", "shm")
@@ -93,3 +94,80 @@ def test_the_next_size_divides_the_one_before(size, next_size):
 )
 def test_what_counts_as_a_want_of_memory(error, is_one):
     assert is_out_of_memory(error) == is_one
+
+
+class AtOptimizer(TrainerCallback):
+    """Fails behind the reduction, where the optimizer is about to move."""
+
+    decides_alike = True
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise self.error
+
+
+def fail_behind_the_reduction(rank, size, folder, who, error, timeout=60):
+    args = TrainingArguments(
+        str(folder),
+        ddp_timeout=timeout,
+        max_steps=5,
+        auto_find_batch_size=True,
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    callbacks = [AtOptimizer(error)] if rank in who else []
+    trainer = Trainer(RegressionNet(), args, train_dataset=Regression(200), callbacks=callbacks)
+    try:
+        trainer.train()
+    except Exception as problem:
+        return type(problem).__name__, trainer.state.global_step
+    return "nothing", trainer.state.global_step
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_behind_the_reduction_nothing_is_taken_again(ranks, tmp_path, error):
+    kind = type(error).__name__
+    assert ranks.run(fail_behind_the_reduction, tmp_path, (0, 1), error) == [(kind, 2)] * 2
+
+
+def test_an_error_of_one_rank_behind_the_reduction_is_its_own_at_once(backend, tmp_path):
+    with RankPool(2, backend=backend, timeout=20) as pool:
+        found = pool.outcomes(fail_behind_the_reduction, tmp_path, (1,), ValueError("mine"), 3)
+    assert [outcome.value for outcome in found] == [("CollectiveError", 3), ("ValueError", 2)]
+
+
+class Counting(Large):
+    """Whose buffers count forwards."""
+
+    def __init__(self, most=None):
+        super().__init__(most)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, labels=None):
+        self.forwards += 1
+        return super().forward(x, labels)
+
+
+def count_forwards(rank, size, folder, most):
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=8,
+        auto_find_batch_size=True,
+        ddp_broadcast_buffers=False,
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(Counting(most), args, train_dataset=Regression(200))
+    trainer.train()
+    return int(trainer.model.forwards)
+
+
+def test_buffers_are_as_before_when_a_step_is_taken_again(ranks, tmp_path):
+    assert ranks.run(count_forwards, tmp_path, None) == [8, 8]
+    assert ranks.run(count_forwards, tmp_path, 2)[0] == 5 + 2 * 3

@@ -10,10 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from allstep.comm.communicator import GroupCommunicator
+from allstep.comm.process_group import join
 from allstep.comm.watchdog import HERE, start_watchdog, stop_watchdog
-from allstep.comm.watchdog.watch import Watchdog
+from allstep.comm.watchdog.watch import Watchdog, _watchdog
 from allstep.errors import CollectiveError
-from allstep.testing.ranks import run_ranks
+from allstep.testing.ranks import RankPool, run_ranks
 
 BACKENDS = ("gloo", "shm")
 
@@ -36,8 +37,8 @@ def watched(rank, size, name, warn_after=0.5):
     """A watchdog of this test's own on each rank; gives what it said here."""
     said = []
     HERE.forget()
-    store = dist.PrefixStore(f"test/{name}/watchdog", dist.distributed_c10d._get_default_store())
-    watchdog = Watchdog(store, rank, size, warn_after=warn_after, say=said.append, tick=0.2)
+    store = dist.distributed_c10d._get_default_store()
+    watchdog = Watchdog(store, rank, size, name=name, warn_after=warn_after, say=said.append, tick=0.2)
     try:
         yield said
     finally:
@@ -140,7 +141,7 @@ def broken(rank, size, name):
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=1.5))
     communicator, table = GroupCommunicator(group), Table(name)
     HERE.forget()
-    start_watchdog(dist.PrefixStore(f"own/{name}", dist.distributed_c10d._get_default_store()), rank, size, warn_after=0)
+    start_watchdog(dist.group.WORLD, dist.distributed_c10d._get_default_store(), warn_after=0)
     try:
         if rank == 1:
             HERE.enter("data")
@@ -160,8 +161,6 @@ def broken(rank, size, name):
 
 
 def test_the_error_at_the_timeout_tells_the_story(backend):
-    from allstep.testing.ranks import RankPool
-
     with RankPool(2, backend=backend) as pool:
         (words, late), _ = pool.run(broken, uuid.uuid4().hex)
     assert late == (1,)
@@ -196,8 +195,7 @@ def leave(rank, size, name, who):
         table.say("left")
         return None
     HERE.forget()
-    store = dist.PrefixStore(f"test/{name}/watchdog", dist.distributed_c10d._get_default_store())
-    watchdog = Watchdog(store, rank, size, say=lambda text: None)
+    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, size, name=name, say=lambda text: None)
     table.say("met")
     table.hear("left")
     with HERE.wait("barrier"):
@@ -229,3 +227,27 @@ def test_a_rank_that_is_slow_in_every_step_is_named_with_the_phase(ranks):
     assert nothing == []
     assert said[0].startswith("allstep: Rank 1 holds up the others, who wait ")
     assert ": data takes 0.05 s a step there" in said[0] or ": data takes 5" in said[0]
+
+
+def made_again(rank, size, backend):
+    """The default group is destroyed and made again, ranks in another order, where the store has another port."""
+    HERE.forget()
+    join()
+    before = _watchdog()
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    del store
+    dist.init_process_group(backend, store=again, rank=size - 1 - rank, world_size=size)
+    join()
+    after = _watchdog()
+    dist.barrier()
+    stop_watchdog()
+    HERE.forget()
+    return before.is_over, after is not before, after._rank == size - 1 - rank
+
+
+def test_a_group_that_is_made_again_gets_a_watchdog_of_its_own(backend):
+    with RankPool(2, backend=backend) as pool:
+        assert pool.run(made_again, backend) == [(True, True, True)] * 2

@@ -161,8 +161,8 @@ class CheckpointManager:
         True is the newest whole checkpoint of the output folder, "auto" the same or, with a line that says so, the beginning.
         False and None are the beginning. "true" and "false", as a command line has them, are True and False. Another text is
         the path of a folder; one of Hugging Face's, which has no manifest and so cannot be proven whole, is taken with a
-        warning. Until it is loaded, no other process deletes the checkpoint that was found. `of_this_job` leaves out what another
-        job wrote, unless it is given by its path.
+        warning. Until it is loaded, no other process deletes the checkpoint that was found. `of_this_job` leaves out what
+        another job wrote, unless it is given by its path.
 
         Raises:
             CheckpointError: on every rank. There is no whole checkpoint, or the path is none; the message names the file.

@@ -116,8 +116,7 @@ def join(
             _initialize(environment, backend, device, timeout)
             joined = True
     if joined and dist.get_world_size() > 1:
-        store = dist.distributed_c10d._get_default_store()
-        start_watchdog(store, dist.get_rank(), dist.get_world_size(), warn_after=wait_warning)
+        start_watchdog(dist.group.WORLD, dist.distributed_c10d._get_default_store(), warn_after=wait_warning)
     return World(
         rank=dist.get_rank() if joined else 0,
         size=dist.get_world_size() if joined else 1,

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from allstep.data.grid import Grid, MicroBatch, sample_ids, training_picks
+from allstep.data.grid import Grid, MicroBatch, Pick, sample_ids, training_picks
 from allstep.data.loader import Feed, MicroBatchLoader
 from allstep.data.position import DataPosition
 
@@ -47,6 +47,10 @@ class TrainingFeeds(ABC):
     @abstractmethod
     def sample_ids(self, micro_batch: MicroBatch) -> list[int]:
         """Ids of the samples at a place."""
+
+    @abstractmethod
+    def again(self, micro_batch: MicroBatch) -> Feed:
+        """A micro-batch of the last window, which was fetched before; the same samples, and the same noise in them."""
 
     @abstractmethod
     def fetch(self) -> Feed:
@@ -96,6 +100,9 @@ class MapFeeds(TrainingFeeds):
 
     def sample_ids(self, micro_batch: MicroBatch) -> list[int]:
         return sample_ids(self._grid, micro_batch, self._seed)
+
+    def again(self, micro_batch: MicroBatch) -> Feed:
+        return self._loader.fetch(Pick(micro_batch, self.sample_ids(micro_batch)))
 
     def fetch(self) -> Feed:
         return next(self._feeds)

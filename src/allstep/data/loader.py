@@ -79,6 +79,10 @@ class MicroBatchLoader:
         with forking_workers():
             return iter(self._loader)
 
+    def fetch(self, pick: Pick) -> Feed:
+        """Fetch one micro-batch in this process, beside what `feeds` is at."""
+        return self._collate(self._dataset.__getitems__(pick))
+
     def evaluation(self, batch_size: int, rank: int, size: int, *, in_turns: bool = False) -> Iterator[Feed]:
         """The batches that `rank` of `size` evaluates: a block of them, or each `size`-th where ranks take turns."""
         if in_turns:

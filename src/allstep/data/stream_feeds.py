@@ -44,6 +44,7 @@ class StreamFeeds(TrainingFeeds):
         self._at = (0, 0)  # epoch, and samples of it that are done when that step is
         self._left = 0  # steps until the end of the run
         self._saved: dict[str, Any] = {}  # what was loaded, until `begin`
+        self._given: dict[int, Feed] = {}  # the window at hand, as nobody could read it again
 
     # ---- what the loop asks for
 
@@ -79,6 +80,7 @@ class StreamFeeds(TrainingFeeds):
         return there
 
     def window(self, epoch: int, step: int) -> list[MicroBatch]:
+        self._given.clear()
         return self._places.window(epoch, step)
 
     def fetch(self) -> Feed:
@@ -92,7 +94,11 @@ class StreamFeeds(TrainingFeeds):
         if isinstance(item, Exception):
             raise item
         assert isinstance(item, Feed)
+        self._given[item.micro_batch.number] = item
         return item
+
+    def again(self, micro_batch: MicroBatch) -> Feed:
+        return self._given[micro_batch.number]
 
     def close(self) -> None:
         self._items, self._source.reader = [], None  # which ends what the stream keeps running, such as threads

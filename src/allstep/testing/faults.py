@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from allstep.trainer.callbacks import EVENTS, TrainerCallback
+from allstep.trainer.stopping import restarts
 
 __all__ = ["Fault", "InjectedError", "fail", "fired", "flip_bit", "full_disk", "hang", "kill", "leave", "nan", "slow"]
 
@@ -70,7 +71,7 @@ class Fault(TrainerCallback):
     def _at_event(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = state.global_step if self._is_behind else state.global_step + 1
         last = now if self._steps is None else self.step + self._steps - 1
-        if not self.step <= now <= last or self.rank != _rank() or self._restart != _generation():
+        if not self.step <= now <= last or self.rank != _rank() or self._restart != restarts():
             return
         self.fired += 1
         if self._record is not None:
@@ -125,6 +126,7 @@ def leave(code: int = 0, **where: Any) -> Fault:
 
 def nan(parameter: str | None = None, **where: Any) -> Fault:
     """Turn this rank's gradients of one parameter, by default the first, into NaN for the step."""
+    _refuse_event("nan", where)
     handles: list[Any] = []
 
     def act(model: nn.Module, **_: Any) -> None:
@@ -146,7 +148,7 @@ def flip_bit(parameter: str | None = None, element: int = 0, bit: int = 22, **wh
 
     def act(model: nn.Module, **_: Any) -> None:
         target = _parameter(model, parameter)
-        flat = target.detach().view(-1)[element : element + 1]
+        flat = target.detach().as_strided((target.numel(),), (1,))[element : element + 1]  # in the order of its memory
         flat.view(_INTEGERS[flat.element_size()]).bitwise_xor_(1 << bit)
 
     return Fault("flip_bit", act, **where)
@@ -154,6 +156,7 @@ def flip_bit(parameter: str | None = None, element: int = 0, bit: int = 22, **wh
 
 def full_disk(steps: int | None = None, **where: Any) -> Fault:
     """Let no file of this rank reach the disk for `steps` steps, None: to the end; the error is that of a disk that is full."""
+    _refuse_event("full_disk", where)
     sync = os.fsync
 
     def act(**_: Any) -> None:
@@ -188,9 +191,10 @@ def _parameter(model: nn.Module, name: str | None) -> nn.Parameter:
     return named[name]
 
 
+def _refuse_event(kind: str, where: dict[str, Any]) -> None:
+    if "event" in where:
+        raise ValueError(f"{kind}: takes no event; it begins with its step.")
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _generation() -> int:
-    return int(os.environ.get("ALLSTEP_RESTART_COUNT", "0"))

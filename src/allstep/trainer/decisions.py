@@ -12,10 +12,13 @@ from allstep.trainer.callbacks import EVENTS, TrainerCallback
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl
 
-__all__ = ["STEP_EVENTS", "agree", "find_deciders", "heed_late_signals", "heed_signals"]
+__all__ = ["EVALUATION_EVENTS", "STEP_EVENTS", "agree", "find_deciders", "heed_late_signals", "heed_signals"]
 
 STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 """Events up to the first agreement of a step."""
+
+EVALUATION_EVENTS = ("on_log", "on_prediction_step", "on_evaluate")
+"""Events of an evaluation."""
 
 _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 

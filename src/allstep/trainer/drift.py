@@ -38,19 +38,25 @@ def check_drift(run: Run) -> None:
     source = majority(digests)
     others = [rank for rank, each in enumerate(digests) if each != digests[source]]
     counted = Counter(digests)[digests[source]]
-    kept = f"{counted} of {communicator.size} ranks agree" if counted > 1 else "no two ranks agree, so rank 0 counts"
+    kept = f"{counted} of {communicator.size} ranks agree"
+    if counted == 1:
+        kept = "No two ranks agree, so nobody can tell which is right"
     difference = first_difference(communicator, run.bare_model.named_parameters())
     text = (
         f"Weights have come apart after step {run.callbacks.state.global_step}: {difference}. "
-        f"{kept}; {ranks_in_words(others)} hold{'s' if len(others) == 1 else ''} something else."
+        f"{kept}{f'; {ranks_in_words(others)} differ' if counted > 1 else ''}."
     )
     if run.args.ddp_drift_action == "raise":
         raise ReplicaError(
             f"{text} Memory or a device may be faulty there, or a callback changes the model on one rank alone. Go on from a "
             f'checkpoint of before, or let ddp_drift_action="repair" give all ranks the weights of rank {source}.'
         )
-    communicator.broadcast([tensor for _, tensor in _state(run)], source)
-    run.say(f"{text} All ranks go on with weights and optimizer state of rank {source}.")
+    state = list(_state(run))
+    names = communicator.all_gather_object([name for name, _ in state])
+    if any(each != names[source] for each in names):
+        raise ReplicaError(f"{text} It cannot be repaired: the optimizers of the ranks do not keep the same tensors.")
+    communicator.broadcast([tensor for _, tensor in state], source)
+    run.say(f"{text} All ranks go on with the weights and the optimizer state of rank {source}.")
 
 
 def majority(digests: list[str]) -> int:

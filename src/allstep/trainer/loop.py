@@ -9,13 +9,13 @@ import itertools
 
 from allstep.comm.watchdog import HERE
 from allstep.data.position import DataPosition
-from allstep.trainer.decisions import STEP_EVENTS, agree, find_deciders, heed_signals
+from allstep.trainer.decisions import EVALUATION_EVENTS, STEP_EVENTS, agree, find_deciders, heed_signals
 from allstep.trainer.drift import check_drift, is_due
 from allstep.trainer.ledger import note_step
-from allstep.trainer.memory import take_step_within_memory
 from allstep.trainer.meter import StepResult
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
+from allstep.trainer.step import take_step
 
 __all__ = ["save", "train"]
 
@@ -30,6 +30,7 @@ def train(run: Run, saver: Saver) -> None:
     agree(run, ["on_train_begin"])
     if run.args.eval_on_start and state.global_step == 0:
         _evaluate(run)
+        agree(run, EVALUATION_EVENTS)
     _begin(run)
     while state.global_step < run.plan.max_steps and not run.callbacks.control.should_training_stop:
         _epoch(run, saver)
@@ -62,7 +63,7 @@ def _epoch(run: Run, saver: Saver) -> None:
         HERE.step = state.global_step + 1
         HERE.enter("callbacks")
         run.callbacks.call("on_step_begin")
-        result = take_step_within_memory(run, epoch, step)
+        result = take_step(run, epoch, step)
         HERE.enter("callbacks")
         _advance(run, result)
         run.callbacks.call("on_step_end")
@@ -103,7 +104,7 @@ def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     if control.should_evaluate:
         if saver.note(_evaluate(run)) and run.args.save_strategy == "best":
             control.should_save = True
-        agree(run, ["on_log", "on_prediction_step", "on_evaluate"])
+        agree(run, EVALUATION_EVENTS)
     if control.should_save:
         save(run, saver)
         agree(run, ["on_save"])
@@ -126,6 +127,8 @@ def _log(run: Run, result: StepResult) -> None:
     logs = {"loss": state.interval.mean, "learning_rate": result.learning_rate}
     if result.grad_norm is not None:
         logs["grad_norm"] = float(result.grad_norm)
+    if state.skipped_steps:
+        logs["skipped_steps"] = state.skipped_steps
     state.interval.clear()
     run.log(logs)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from typing import NamedTuple
 
 import torch
 
@@ -10,41 +11,62 @@ from allstep.data.grid import Grid, MicroBatch
 from allstep.data.loader import MicroBatchLoader
 from allstep.errors import CollectiveError, RankFailedError
 from allstep.trainer.assembly import make_feeds
-from allstep.trainer.meter import StepResult
+from allstep.trainer.nonfinite import BufferCopies
 from allstep.trainer.run import Run
-from allstep.trainer.step import take_step
+from allstep.trainer.window import reduce_gradients
 
-__all__ = ["is_out_of_memory", "smaller", "take_step_within_memory"]
+__all__ = ["Reduced", "is_out_of_memory", "reduce_within_memory", "smaller"]
 
 _HERE, _ELSE = 1, 2
 _WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
 """What torch's allocators and libraries say, in lower case, in errors that are no OutOfMemoryError."""
 
 
-def take_step_within_memory(run: Run, epoch: int, step: int) -> StepResult:
-    """`take_step`; with `auto_find_batch_size`, again with smaller micro-batches as often as some rank runs out of memory.
+class Reduced(NamedTuple):
+    """A window whose gradients are reduced."""
+
+    counted: list[tuple[MicroBatch, float]]
+    """This rank's micro-batches that counted, with their weights."""
+    buffers: BufferCopies
+    """The model's buffers before the step."""
+
+
+def reduce_within_memory(run: Run, epoch: int, step: int) -> Reduced:
+    """Collective. `reduce_gradients`; with `auto_find_batch_size`, again with smaller micro-batches while a rank lacks memory.
+
+    What goes wrong behind the reduction is not seen here: the optimizer may have moved by then.
 
     Raises:
-        Exception: what `take_step` raised; for want of memory only where micro-batches are of one sample already.
+        Exception: what `reduce_gradients` raised; for want of memory only where micro-batches cannot be smaller.
     """
+    finds_size = run.args.auto_find_batch_size
     while True:
-        window: list[MicroBatch] = run.feeds.window(epoch, step)
+        buffers = BufferCopies(run.bare_model if finds_size or run.args.nonfinite_gradients == "skip" else None)
+        window = run.feeds.window(epoch, step)
         try:
-            return take_step(run, window)
+            return Reduced(reduce_gradients(run, window), buffers)
         except CollectiveError:
             raise
         except Exception as error:
-            if not (run.args.auto_find_batch_size and _can_go_on(run, error)):
+            if not (finds_size and _can_go_on(run, error)):
                 raise
         # outside of the handler: the error's traceback holds the activations
+        buffers.put_back()
         _use_smaller(run)
 
 
 def _can_go_on(run: Run, error: Exception) -> bool:
     """Collective. Whether a want of memory is all that went wrong, and there is a smaller size."""
     own = _HERE if is_out_of_memory(error) else 0 if isinstance(error, RankFailedError) else _ELSE
-    can_shrink = isinstance(run.grid, Grid) and run.grid.micro_batch_size > 1
-    return any_rank(run.communicator, own) == _HERE and can_shrink
+    if any_rank(run.communicator, own) != _HERE:
+        return False
+    if not isinstance(run.grid, Grid):
+        run.say("auto_find_batch_size cannot help here: a stream does not give its samples again")
+        return False
+    if run.grid.micro_batch_size == 1:
+        run.say("auto_find_batch_size cannot help here: micro-batches are of one sample already")
+        return False
+    return True
 
 
 def is_out_of_memory(error: BaseException) -> bool:

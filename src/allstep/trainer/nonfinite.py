@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from allstep.data.collate import to_device
+from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.errors import NonFiniteGradientsError
@@ -26,6 +27,10 @@ __all__ = ["BufferCopies", "Finding", "report_nonfinite", "save_batch", "trace"]
 FOLDER = "nonfinite"
 """Below the output folder: the micro-batches whose gradients were not finite."""
 MOST_IDS = 16
+MOST_IN_A_ROW = 20
+"""Steps that are left out one after the other; then nothing is learnt any more, and the next one is an error."""
+MOST_SAVED = 8
+"""Micro-batches that a rank writes down in one run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +61,10 @@ class Finding:
 
 
 class BufferCopies:
-    """The floating-point buffers of a model, to be put back where a step is left out: its forward may have spoilt them."""
+    """The buffers of a model, None for no copies, to be put back where a step is left out or taken again."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.is_floating_point()]
+    def __init__(self, model: nn.Module | None) -> None:
+        self._copies = [] if model is None else [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -68,36 +73,41 @@ class BufferCopies:
             buffer.copy_(copy)
 
 
-def report_nonfinite(run: Run, fed: Sequence[tuple[Feed, float]]) -> str:
+def report_nonfinite(run: Run, counted: Sequence[tuple[MicroBatch, float]]) -> str:
     """Collective. Trace what is not finite, save those micro-batches, and give one text for all ranks.
 
     Args:
         run: its gradients have been reduced, and are not finite.
-        fed: this rank's micro-batches of the step, with their weights.
+        counted: this rank's micro-batches of the step, with their weights.
 
     Raises:
-        NonFiniteGradientsError: where the arguments say "raise".
+        NonFiniteGradientsError: where the arguments say "raise", or too many steps in a row were left out.
     """
-    found = trace(run, fed)
+    found = trace(run, counted)
     everyone: list[list[Finding]] = run.communicator.all_gather_object(found)
     step, policy = run.callbacks.state.global_step + 1, run.args.nonfinite_gradients
     lines = [str(finding) for of_rank in everyone for finding in of_rank]
     if not lines:
         lines = ["each rank's own gradients are finite: their sum or norm is too large for the dtype"]
     text = f"Gradients of step {step} are not finite; the optimizer has not moved.\n" + "\n".join(f"  {line}" for line in lines)
-    if policy == "skip":
+    if policy == "skip" and run.skipped_in_a_row < MOST_IN_A_ROW:
         return text
     advice = '\n  nonfinite_gradients="skip" leaves such steps out; "ignore" does not look.'
+    if policy == "skip":
+        advice = (
+            f"\n  {run.skipped_in_a_row} steps before it were left out, with none taken in between: the weights themselves are "
+            f"no good any more, or all the data. Go on from an older checkpoint, with a lower learning rate."
+        )
     error = NonFiniteGradientsError(text + advice)
     error.collateral = not found and any(everyone)
     raise error
 
 
-def trace(run: Run, fed: Sequence[tuple[Feed, float]]) -> list[Finding]:
+def trace(run: Run, counted: Sequence[tuple[MicroBatch, float]]) -> list[Finding]:
     """Run this rank's micro-batches again, one by one, and find those whose gradients are not finite."""
     copies = BufferCopies(run.bare_model)
     try:
-        found = [finding for feed, weight in fed if (finding := _trace_one(run, feed, weight)) is not None]
+        found = [each for place, weight in counted if (each := _trace_one(run, run.feeds.again(place), weight)) is not None]
     finally:
         copies.put_back()
     return found
@@ -153,6 +163,8 @@ def save_batch(run: Run, finding: Finding, feed: Feed) -> Finding:
 
     The finding with its path; as it was where it cannot be written, for what is told of it is worth more than the file.
     """
+    if run.batches_saved >= MOST_SAVED:
+        return finding
     step = run.callbacks.state.global_step + 1
     folder = Path(run.args.output_dir or ".") / FOLDER
     path = folder / f"step-{step}-micro-batch-{finding.micro_batch}.pt"
@@ -162,6 +174,7 @@ def save_batch(run: Run, finding: Finding, feed: Feed) -> Finding:
         torch.save({**asdict(finding), "step": step, "seed": seed, "inputs": _plain(feed.inputs)}, path)
     except (OSError, RuntimeError):
         return finding
+    run.batches_saved += 1
     return Finding(**{**asdict(finding), "file": str(path)})
 
 

@@ -89,6 +89,10 @@ class Run:
     """Events behind which the ranks have to agree on what callbacks wish; see `trainer/decisions.py`."""
     is_stopping: bool = False
     """Whether the ranks have agreed to stop because somebody asked one of them to."""
+    skipped_in_a_row: int = 0
+    """Steps left out since the last one that was taken, because gradients were not finite."""
+    batches_saved: int = 0
+    """Micro-batches whose gradients were not finite that this rank has written down."""
     say: Callable[[str], None]
     """Shows a person a line, on rank 0."""
     log: Callable[[dict[str, float]], None]

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from allstep.checkpoint.store import step_of
+from allstep.launch.variables import STOP_FILE
 from allstep.trainer.loop import save
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
@@ -24,9 +25,6 @@ __all__ = ["EXIT_CODE", "StopRequest", "restarts", "stop"]
 
 EXIT_CODE = 128 + signal.SIGTERM
 """Of every rank of a run that stopped on request, whatever the signal was."""
-STOP_FILE = "ALLSTEP_STOP_FILE"
-"""Environment variable: where a rank tells its launcher that it stops on request."""
-
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -36,6 +34,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         """The first that came; None where none did."""
+        self.is_heeded = False
+        """Whether the run has stopped because of it."""
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -45,10 +45,12 @@ class StopRequest:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if self.signal is not None and not self.is_heeded and kind is None:
+            signal.raise_signal(self.signal)  # it came behind the last agreement
 
     def is_asked(self) -> bool:
         """Whether one has come."""
@@ -71,6 +73,7 @@ def stop(run: Run, saver: Saver, request: StopRequest, say: Callable[[str], None
     Raises:
         SystemExit: always, with `EXIT_CODE`: what a script does with a trained model is not to be done now.
     """
+    request.is_heeded = True
     if saver.newest is None or step_of(saver.newest) != run.callbacks.state.global_step:
         save(run, saver)
     saver.finish()
@@ -84,9 +87,9 @@ def _announcement(run: Run, request: StopRequest, checkpoint: Path | None) -> st
     """Collective. Tell the launcher where the run stopped, and give a line that tells a person."""
     heard = run.communicator.all_gather_object(request.signal)
     rank, number = next(((rank, number) for rank, number in enumerate(heard) if number is not None), (0, signal.SIGTERM))
-    step = run.callbacks.state.global_step
-    _tell_launcher({"signal": number, "rank": rank, "step": step, "checkpoint": checkpoint and str(checkpoint)})
-    everywhere = all(each is not None for each in heard)
+    step, everywhere = run.callbacks.state.global_step, None not in heard
+    to = None if everywhere else rank
+    _tell_launcher({"signal": number, "rank": to, "step": step, "checkpoint": checkpoint and str(checkpoint)})
     where = "" if everywhere else f" (sent to rank {rank})"
     saved = f"go on from {checkpoint} with resume_from_checkpoint" if checkpoint else "no checkpoint could be written"
     return f"stopped by {signal.Signals(number).name}{where} after step {step} of {run.plan.max_steps}; {saved}"

@@ -129,6 +129,7 @@ class Trainer:
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self._own_optimizers = optimizers
+        self._made_scheduler: Any = None  # by this Trainer, for its last run
         self._prepared: nn.Module | None = None  # the model that is on the device
         self._is_training = False
         self.last_run: Run | None = None
@@ -163,6 +164,8 @@ class Trainer:
             seed_generators(self.args.seed)
             self.model = _made(self._model_init)
             self.optimizer, self.lr_scheduler = self._own_optimizers
+        if self.lr_scheduler is self._made_scheduler:
+            self.lr_scheduler = None  # that of the run before, which is at its end
         checkpoints = CheckpointManager(self._output_dir, self.communicator, self.args.save_total_limit, say=self.sinks.message)
         try:
             output = self._train(checkpoints, resume_from_checkpoint, began)
@@ -193,6 +196,8 @@ class Trainer:
                 self.sinks.message(words)
         finally:
             self._is_training = False
+            HERE.step = HERE.micro_batch = None
+            HERE.enter("")
             saver.abandon()
             run.feeds.close()
             run.model.release()
@@ -284,6 +289,10 @@ class Trainer:
         }
         self.log(metrics)
         self.sinks.message(str(report))
+        if state.skipped_steps:
+            self.sinks.message(
+                f"{state.skipped_steps} of {state.global_step} steps were left out, as their gradients were not finite"
+            )
         return TrainOutput(state.global_step, state.run.mean, {**metrics, "epoch": state.epoch}, report)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -298,6 +307,7 @@ class Trainer:
                 num_training_steps,
                 **_as_dict(self.args.lr_scheduler_kwargs),
             )
+            self._made_scheduler = self.lr_scheduler
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: int | float | None = None

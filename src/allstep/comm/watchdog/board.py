@@ -8,7 +8,7 @@ import os
 import socket
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from allstep.comm.shm.host import host_key
 
@@ -22,10 +22,11 @@ class Board:
         store: that of the group whose ranks they are.
         rank: who writes.
         size: number of ranks.
+        name: the same on all ranks, and no other group's in that store.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = PrefixStore("allstep/watchdog", store.clone())  # type: ignore[attr-defined]
+    def __init__(self, store: Store, rank: int, size: int, name: str) -> None:
+        self._store = PrefixStore(f"allstep/watchdog/{name}", _another_connection(store))
         self._keys = [f"{each}" for each in range(size)]
         self._rank = rank
         self._known: set[int] = set()
@@ -44,6 +45,16 @@ class Board:
         ranks = sorted(self._known)
         texts = self._store.multi_get([self._keys[rank] for rank in ranks]) if ranks else []
         return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+
+
+def _another_connection(store: Store) -> Store:
+    """To where `store` keeps its keys. Also on the rank that keeps them that of a client, so as not to keep them alive."""
+    if isinstance(store, PrefixStore):
+        store = store._underlying_non_prefix_store  # type: ignore[attr-defined]
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    again: Store = store.clone()  # type: ignore[attr-defined]
+    return again
 
 
 def process_state(pid: int, key: str) -> str:

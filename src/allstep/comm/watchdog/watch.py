@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
@@ -39,6 +40,7 @@ class Watchdog:
         store: of the group whose ranks are watched.
         rank: this rank.
         size: number of ranks.
+        name: the same on all ranks, and no other group's in that store.
         warn_after: seconds of a wait after which a person is told, and told again when it has doubled; 0: only of ranks
             that are lost.
         say: gets what a person should read; None prints it to stderr.
@@ -51,13 +53,14 @@ class Watchdog:
         rank: int,
         size: int,
         *,
+        name: str = "",
         warn_after: float = 60.0,
         say: Callable[[str], None] | None = None,
         tick: float = TICK,
     ) -> None:
         self.warn_after = warn_after
         self._rank, self._size, self._say = rank, size, say or _to_stderr
-        self._board = Board(store, rank, size)
+        self._board = Board(store, rank, size, name)
         self._tick = max(tick, size / 64)  # rank 0 reads all words
         self._heard: dict[int, tuple[int, float, dict[str, Any]]] = {}  # rank -> number of its word, when first seen, the word
         self._said_of: frozenset[int] = frozenset()
@@ -67,6 +70,7 @@ class Watchdog:
         self._slow_told: tuple[int, ...] = ()
         self._wake, self._news = threading.Event(), threading.Condition()
         self._is_over, self._wanted, self._listened_at = False, 0, 0.0
+        self._is_forgotten = False
         self.busy = threading.Lock()
         """Held while the thread does something; who forks holds it meanwhile."""
         self._thread = threading.Thread(target=self._run, name="allstep-watchdog", daemon=True)
@@ -87,6 +91,11 @@ class Watchdog:
         self._is_over = True
         self._wake.set()
         self._thread.join(1.0)  # it may hang in a store that does not answer
+
+    def give_up(self) -> None:
+        """End the thread, without a word: there is nobody left to read it."""
+        self._is_forgotten = self._is_over = True
+        self._wake.set()
 
     def story(self, patience: float = PATIENCE) -> Story:
         """The story of now; waits at most `patience` seconds until those that are late have left word again."""
@@ -132,8 +141,9 @@ class Watchdog:
                     self._news.notify_all()
                 self._wake.wait(_QUICK if self._wanted or not self._knows_all else self._tick)
                 self._wake.clear()
-            with self.busy:
-                self._board.post(HERE.told())
+            if not self._is_forgotten:
+                with self.busy:
+                    self._board.post(HERE.told())
         except RuntimeError:
             pass  # the store went with the rank that kept it
         finally:
@@ -228,25 +238,41 @@ def _sighting(rank: int, heard: tuple[int, float, Mapping[str, Any]] | None, now
 
 # ---- the one of this process
 
-_RUNNING: dict[int, Watchdog] = {}
+
+class _Running(NamedTuple):
+    watchdog: Watchdog
+    group: "weakref.ref[Any]"
+    """Whose ranks are watched; known weakly, as gloo's threads end with it."""
+
+
+_RUNNING: dict[int, _Running] = {}
 """Process -> its watchdog; a forked process has none."""
 
 
-def start_watchdog(store: Store, rank: int, size: int, *, warn_after: float) -> None:
-    """Watch over the ranks that share `store` from now on; where this process does so already, only with `warn_after`."""
+def start_watchdog(group: Any, store: Store, *, warn_after: float) -> None:
+    """Watch over the ranks of `group`, which met in `store`; where this process does so already, only with `warn_after`."""
     running = _RUNNING.get(os.getpid())
-    if running is None or running.is_over:
-        HERE.left = ""
-        _RUNNING[os.getpid()] = Watchdog(store, rank, size, warn_after=warn_after)
-    else:
-        running.warn_after = warn_after
+    if running is not None and not running.watchdog.is_over and running.group() is group:
+        running.watchdog.warn_after = warn_after
+        return
+    if running is not None:
+        running.watchdog.give_up()  # of a group that has been destroyed
+    HERE.left = ""
+    watchdog = Watchdog(store, group.rank(), group.size(), name=group.group_name, warn_after=warn_after)
+    _RUNNING[os.getpid()] = _Running(watchdog, weakref.ref(group, lambda _: watchdog.give_up()))
 
 
 def stop_watchdog(why: str = "has left the job") -> None:
     """End the watchdog of this process, if there is one, and tell the others why."""
     running = _RUNNING.pop(os.getpid(), None)
     if running is not None:
-        running.stop(why)
+        running.watchdog.stop(why)
+
+
+def _watchdog() -> Watchdog | None:
+    """The one of this process that is at work."""
+    running = _RUNNING.get(os.getpid())
+    return None if running is None or running.watchdog.is_over else running.watchdog
 
 
 def told(error: CollectiveError, more: str = "") -> CollectiveError:
@@ -254,14 +280,14 @@ def told(error: CollectiveError, more: str = "") -> CollectiveError:
 
     `late` of the error that is returned holds the ranks that the others waited for.
     """
-    running = _RUNNING.get(os.getpid())
+    watchdog = _watchdog()
     text = f"{error} {more}".rstrip()
-    if error.late is not None or running is None or running.is_over:
+    if error.late is not None or watchdog is None:
         head, _, rest = str(error).partition("\n")
         again = CollectiveError("\n".join(filter(None, [f"{head} {more}".rstrip(), rest])))
         again.late = error.late
         return again
-    story = running.story()
+    story = watchdog.story()
     again = CollectiveError(f"{text}\n{story}")
     again.late = story.late
     return again
@@ -271,8 +297,8 @@ class quiet_watchdog:  # noqa: N801 - a context manager, used like a function
     """A context in which the watchdog's thread does nothing: for a fork."""
 
     def __enter__(self) -> None:
-        running = _RUNNING.get(os.getpid())
-        self._held = running.busy if running is not None and running.busy.acquire(timeout=1.0) else None
+        watchdog = _watchdog()
+        self._held = watchdog.busy if watchdog is not None and watchdog.busy.acquire(timeout=1.0) else None
 
     def __exit__(self, *_: object) -> None:
         if self._held is not None:

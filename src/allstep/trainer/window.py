@@ -1,0 +1,105 @@
+"""The window of one optimizer step: this rank's micro-batches forward and backward, buckets reduced meanwhile."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+
+from allstep.comm.watchdog import HERE
+from allstep.data.collate import to_device
+from allstep.data.grid import MicroBatch
+from allstep.data.loader import Feed
+from allstep.data.seeding import mixed, seed_generators
+from allstep.ddp.tree import TreeSum
+from allstep.errors import AllstepError, CollectiveError, RankFailedError
+from allstep.trainer.gradients import backward
+from allstep.trainer.precision import autocast
+from allstep.trainer.run import Run
+
+__all__ = ["reduce_gradients"]
+
+
+def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[MicroBatch, float]]:
+    """Collective. Run this rank's `window`: every rank then holds the mean of all gradients of the step.
+
+    Gives the micro-batches that counted, with their weights. Every rank comes to the reduction, and raises in it or not at all.
+
+    Raises:
+        RankFailedError: another rank could not run its window.
+        Exception: whatever this rank's data or model raised, after the other ranks were told.
+    """
+    place: MicroBatch | None = None  # where this rank is
+    counted: list[tuple[MicroBatch, float]] = []
+    try:
+        weight, losses = 0.0, TreeSum(torch.add)
+        reduced = False
+        first = run.communicator.rank * (run.grid.micro_batches_per_step // run.communicator.size)
+        for micro_batch in window:
+            place, HERE.micro_batch = micro_batch, micro_batch.number
+            HERE.enter("data")
+            feed = next(run.feeds)
+            place = feed.micro_batch
+            assert place.number == micro_batch.number
+            if not feed.sample_ids:  # a stream ended before this place
+                continue
+            last = micro_batch is window[-1]
+            own_weight = run.weigh(feed.inputs)
+            weight += own_weight
+            if not own_weight and run.ledger is not None:
+                run.ledger.note(micro_batch.number, feed.sample_ids, 0, None, feed.inputs)
+            if own_weight:  # without a label that counts, a mean loss would be 0/0
+                counted.append((place, own_weight))
+                if run.sums_in_order:
+                    run.model.begin_micro_batch(micro_batch.number - first)
+                with nullcontext() if last else run.model.no_sync():
+                    _forward_backward(run, feed, own_weight, weight if last else None, losses)
+                reduced = last
+            if not last:
+                run.callbacks.call("on_substep_end")
+        if not reduced:
+            total = losses.total()
+            run.model.take_part(weight=weight, carried=torch.zeros((), device=run.device) if total is None else total)
+    except (CollectiveError, RankFailedError):
+        raise
+    except Exception as error:
+        _tell_others(run, error, place)
+        raise
+    return counted
+
+
+def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
+    """Accumulate the gradients of weight x loss of one micro-batch, and put that into `losses`.
+
+    With `total`, all that was accumulated is reduced, and divided by the weights of all ranks.
+    """
+    micro_batch = feed.micro_batch
+    seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
+    HERE.enter("forward")
+    inputs = to_device(feed.inputs, run.device)
+    with autocast(run.args, run.device):
+        loss = run.compute_loss(run.model, inputs, weight)
+    if run.ledger is not None:
+        run.ledger.note(micro_batch.number, feed.sample_ids, weight, loss.detach(), feed.inputs)
+    losses.put(micro_batch.number, loss.detach().float() * weight)
+    if total is not None:
+        summed = losses.total()
+        assert summed is not None
+        run.model.weigh(total, summed)
+    HERE.enter("backward")
+    backward(loss, weight)
+
+
+def _tell_others(run: Run, error: Exception, place: MicroBatch | None) -> None:
+    """The other ranks are on their way into a reduction; meet them there, and say why there will be no step."""
+    where = f"rank {run.communicator.rank}, step {run.callbacks.state.global_step + 1}"
+    if place is not None:
+        where += f", micro-batch {place.number}, samples {_shown(run.feeds.sample_ids(place))}"
+    if sys.version_info >= (3, 11):
+        error.add_note(f"allstep: {where}")
+    with suppress(AllstepError):  # this rank's own error is the one to be raised
+        run.model.abandon(f"{type(error).__name__}: {error} ({where})", weight=0.0)
+
+
+def _shown(sample_ids: list[int]) -> str:
+    return ", ".join(map(str, sample_ids[:16])) + (" …" if len(sample_ids) > 16 else "")

@@ -45,9 +45,11 @@ class Save:
         self._store, self._ranks, self._state, self._facts = store, ranks, state, facts
         self._votes = Votes(ranks)
         self._name = checkpoint_name(self.step)
-        self._advice = (
-            f"Older checkpoints in {store.output_dir} are untouched; resume_from_checkpoint=True goes on from the newest."
-        )
+        self._advice = f"No checkpoint is in {store.output_dir} yet."
+        if store.checkpoints():
+            self._advice = (
+                f"Older checkpoints in {store.output_dir} are untouched; resume_from_checkpoint=True goes on from the newest."
+            )
         self._given_up = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[Entries] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from allstep.launch.job import Machine
 from allstep.launch.result import LaunchResult, RankEnd
 from allstep.launch.verdict import Outcome
+from allstep.words import ranks_in_words
 
 __all__ = ["cause", "machine_named", "report"]
 
@@ -42,7 +43,7 @@ def report(result: LaunchResult, folder: str = "") -> str:
         lines = [f"allstep: {_interrupt(result.interrupted_by, result)}", *_indented([*result.earlier, *rest])]
     else:
         left = [end.rank for end in result.ranks if end.left_processes]
-        lines = [f"allstep: processes that {_named(left)} left running were ended"] if left else []
+        lines = [f"allstep: processes that {ranks_in_words(left)} left running were ended"] if left else []
         if result.earlier:
             lines += ["allstep: the job finished, after these failures:", *_indented(result.earlier)]
     return "\n".join(lines)
@@ -54,14 +55,14 @@ def cause(result: LaunchResult) -> str:
     if first is None:
         return ""
     if first.record is not None and first.record.late:
-        return f"{_named(first.record.late)} did not come: {_shortened(_cause(first))}"
+        return f"{ranks_in_words(first.record.late)} did not come: {_shortened(_cause(first))}"
     lost = _lost(result, first)
     return lost or f"rank {first.rank} {_failed(result, first)}: {_shortened(_cause(first))}"
 
 
 def machine_named(machine: int, host: str, ranks: Sequence[int]) -> str:
     """A host and its ranks in words: "machine 1 (node7, ranks 2-3)"."""
-    return f"machine {machine} ({host}, {_named(ranks)})"
+    return f"machine {machine} ({host}, {ranks_in_words(ranks)})"
 
 
 def _tail(result: LaunchResult, first: RankEnd) -> list[str]:
@@ -80,7 +81,7 @@ def _headline(result: LaunchResult, first: RankEnd) -> list[str]:
     failed = f"rank {first.rank} of {count} {_failed(result, first)}"
     if first.record is not None and first.record.late:
         late = first.record.late
-        failed = f"{_named(late)} of {count} did not come, and rank {first.rank} gave up first"
+        failed = f"{ranks_in_words(late)} of {count} did not come, and rank {first.rank} gave up first"
     return [f"allstep: {failed}, on {host}: {head}", *(f"      {line}" for line in more)]
 
 
@@ -135,12 +136,12 @@ def _others(result: LaunchResult) -> list[str]:
         ends = [end for end in result.ranks if end.outcome is kind]
         if not ends:
             continue
-        who, were = _named(end.rank for end in ends), "was" if len(ends) == 1 else "were"
+        who, were = ranks_in_words(end.rank for end in ends), "was" if len(ends) == 1 else "were"
         if kind is Outcome.STOPPED:
             lines.append(f"{who} {were} stopped because of it")
         elif kind is Outcome.LOST:
             rest = [end.rank for end in ends if end.machine != first.machine]
-            lines += [f"nothing is known of {_named(rest)}{' either' if _lost(result, first) else ''}"] if rest else []
+            lines += [f"nothing is known of {ranks_in_words(rest)}{' either' if _lost(result, first) else ''}"] if rest else []
         elif kind is Outcome.FINISHED:
             lines.append(f"{who} had finished" if _before(ends, first) else f"{who} finished")
         elif kind is Outcome.FAILED_TOO and all(_cause(end) == _cause(first) for end in ends):
@@ -157,7 +158,7 @@ def _before(ends: Sequence[RankEnd], first: RankEnd) -> bool:
 def _unended(result: LaunchResult) -> list[str]:
     lost = {each.machine for each in result.machines if each.lost_at is not None}
     stuck = [end.rank for end in result.ranks if end.exit_code is None and end.machine not in lost]
-    return [f"{_named(stuck)} could not be ended, even by SIGKILL: it waits inside the kernel"] if stuck else []
+    return [f"{ranks_in_words(stuck)} could not be ended, even by SIGKILL: it waits inside the kernel"] if stuck else []
 
 
 def _kept(result: LaunchResult) -> list[str]:
@@ -202,20 +203,6 @@ def _memory_hint(end: RankEnd) -> str:
         return "the launcher did not send it, and its control group counts no kill for want of memory"
     count = f"{end.oom_kills} process{'es' if end.oom_kills > 1 else ''}"
     return f"memory ran out: the kernel killed {count} of its control group for it"
-
-
-def _named(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0 and 2", "ranks 0-3 and 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    single = len(runs) == 1 and runs[0][0] == runs[0][1]
-    *most, last = parts
-    return f"rank{'' if single else 's'} " + (f"{', '.join(most)} and {last}" if most else last)
 
 
 def _indented(lines: Iterable[str]) -> list[str]:

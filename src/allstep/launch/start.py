@@ -12,6 +12,7 @@ from allstep.launch.logs import RankFiles
 from allstep.launch.signals import signal_group
 from allstep.launch.spec import LaunchSpec, cores_available, threads_per_rank, visible_gpus
 from allstep.launch.variables import FAILURE_FILE, STOP_FILE, glibc_version, job_variables
+from allstep.words import ranks_in_words
 
 __all__ = ["Guardian", "end_at_once", "start_ranks"]
 
@@ -115,15 +116,11 @@ def _introduction(generation: Generation, threads: int | None, files: RankFiles)
     ranks = "1 rank" if count == 1 else f"{count} ranks"
     place = f"on {generation.master_addr}:{generation.master_port}"
     if hosts > 1:
-        place = f"of {hosts} machines {place}, {_named(here)} on this one (machine {generation.machine})"
+        place = f"of {hosts} machines {place}, {ranks_in_words(here)} on this one (machine {generation.machine})"
     each = "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''} each"
     filed = range(max(1, here.start), here.stop)  # rank 0 has the terminal
     output = ""
     if filed:
         path = files.log(filed.start)
-        output = f"; output of {_named(filed)}: {path if len(filed) == 1 else os.path.dirname(path)}"
+        output = f"; output of {ranks_in_words(filed)}: {path if len(filed) == 1 else os.path.dirname(path)}"
     return f"allstep: {ranks} {place}{each}{output}"
-
-
-def _named(ranks: range) -> str:
-    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start}-{ranks.stop - 1}"

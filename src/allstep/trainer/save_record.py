@@ -44,6 +44,8 @@ class SaveRecord:
             f"The last of them: {self._last_reason}"
         ]
         if self._last_failed:
-            newest = "NO CHECKPOINT" if self.newest is None else f"NOTHING NEWER THAN {self.newest}"
-            lines.append(f"{newest} IS ON DISK: what was trained since then is lost when this process ends, unless it is saved")
+            newest, what = f"NOTHING NEWER THAN {self.newest}", "what was trained since then"
+            if self.newest is None:
+                newest, what = "NO CHECKPOINT", "all that was trained"
+            lines.append(f"{newest} IS ON DISK: {what} is lost when this process ends, unless it is saved")
         return "\n".join(lines)

@@ -205,7 +205,9 @@ class Saver:
     def load_best(self) -> None:
         """Collective. Put the weights of the best checkpoint into the model, if there is one."""
         best = self._run.callbacks.state.best_model_checkpoint
-        if best is not None:
+        if best is None:
+            self._run.say("load_best_model_at_end: no checkpoint of the best step is on disk; the model keeps its last weights")
+        else:
             self._checkpoints.load(best, TrainState(model=self._run.bare_model, with_generators=False))
 
     def _train_state(self, whole: bool) -> TrainState:

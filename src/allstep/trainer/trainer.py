@@ -46,7 +46,7 @@ from allstep.trainer.metric_states import MetricState, check_metrics
 from allstep.trainer.metrics import Metrics
 from allstep.trainer.models import bare, prepare_model, wrap
 from allstep.trainer.optimizers import make_optimizer
-from allstep.trainer.precision import autocast
+from allstep.trainer.precision import autocast, warn_of_precision
 from allstep.trainer.prediction import Predictor, summary
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
@@ -138,6 +138,7 @@ class Trainer:
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], self.args)
         self._set_state(TrainerState())
         self.sinks = make_sinks(self._output_dir, self.args.disable_tqdm, self.args.report_to, self.world.is_main)
+        warn_of_precision(self.args, os.environ)
         self.callback_handler.kwargs = {"model": self.model, "processing_class": processing_class, "eval_dataloader": None}
         self.callback_handler.call("on_init_end")
 

@@ -100,12 +100,18 @@ def launch(
 
         result = run(spec)
     except AllstepError as error:
-        raise click.UsageError(str(error)) from None
+        raise _Refused(str(error)) from None
     from allstep.launch.failures import report  # not before the ranks have started
 
     if text := report(result, os.getcwd()):
         click.echo(text, err=True)
     sys.exit(result.exit_code)
+
+
+class _Refused(click.ClickException):
+    """What is wrong, without the usage of the command, which says nothing of it."""
+
+    exit_code = 2
 
 
 def _from_file(path: str | None) -> tuple[dict[str, Plain], str]:

@@ -104,10 +104,14 @@ def test_the_message_names_rank_file_folder_reason_and_what_to_do(tmp_path: Path
         hook = refuse_at(0, no_space, []) if ranks.rank == 1 else lambda action, path: None
         return save(CheckpointManager(tmp_path, ranks, hook=hook), 20)
 
-    assert str(on_threads(2, body)[0]) == (
+    refused = (
         f"Rank 1 could not write checkpoint-20. rng_state_1.pth could not be written to {tmp_path}/staging-checkpoint-20: "
-        f"No space left on device. Older checkpoints in {tmp_path} are untouched; "
-        f"resume_from_checkpoint=True goes on from the newest."
+        f"No space left on device. "
+    )
+    assert str(on_threads(2, body)[0]) == f"{refused}No checkpoint is in {tmp_path} yet."
+    save(CheckpointManager(tmp_path, ThreadRank.alone()), 10)
+    assert str(on_threads(2, body)[0]) == (
+        f"{refused}Older checkpoints in {tmp_path} are untouched; resume_from_checkpoint=True goes on from the newest."
     )
 
 

@@ -295,8 +295,13 @@ def test_all_hosts_start_again_together(both, port):
         with open(f"rank-{rank}-{count}", "w") as file:
             file.write(" ".join(os.environ[name] for name in names))
         if count == "0":
+            ready()
+            while rank == 2 and not os.path.exists("go"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL) if rank == 2 else block()
     """).start(port, "--max_restarts", "1")
+    jobs.ready()
+    (jobs.jobs[1].folder / "go").touch()
     ends = jobs.end()
     assert [status for status, _ in ends] == [0, 0]
     for _, errors in ends:

@@ -126,6 +126,7 @@ def test_a_wrong_sum_fails_the_command_and_says_what_differed(allstep, script):
     assert "WRONG RESULTS" in end.stdout
 
 
+@pytest.mark.long
 def test_steps_are_compared_with_the_best_of_torch_and_with_no_synchronisation(allstep):
     end = allstep("bench", "ddp", "--backend", "gloo", "--models", "small", "--optimizers", "adamw", *LITTLE, "--json")
     assert end.returncode == 0, end.stderr
@@ -163,6 +164,7 @@ def test_a_backend_that_is_not_there_is_told_with_what_to_write(backend, said):
         group_of(backend)
 
 
+@pytest.mark.long
 def test_a_tiny_model_is_trained_under_the_trainer_and_in_a_bare_loop(allstep, tmp_path):
     end = allstep("bench", "trainer", "--ranks", "1", "--steps", "100", "--seconds", "0.1", "--blocks", "1", "--json")
     assert end.returncode == 0, end.stderr

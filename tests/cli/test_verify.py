@@ -94,11 +94,17 @@ def test_a_script_that_does_the_same_is_said_to(script, tmp_path):
             "step 1, loss of micro-batch 0",
             "Two runs alike differ too. The model draws random numbers from a generator",
         ),
-        ("branch", "step 1, loss of micro-batch 2", "Two runs alike are the same. The model or the loss takes another branch"),
-        (
+        pytest.param(
+            "branch",
+            "step 1, loss of micro-batch 2",
+            "Two runs alike are the same. The model or the loss takes another branch",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "swapped",
             "inputs of micro-batch",
             "Samples are swapped: in place of a sample of this micro-batch the second run has",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -110,6 +116,7 @@ def test_what_is_planted_is_named_with_its_step_and_cause(script, tmp_path, plan
     assert f"Likely cause: {cause}" in said
 
 
+@pytest.mark.long
 def test_a_step_of_two_ranks_is_replayed_in_one_process_and_ledgers_are_compared(script, tmp_path):
     status, said = allstep(
         "launch", "--num_processes", 2, "--num_cpu_threads_per_process", 1, script, "nothing", tmp_path / "a"

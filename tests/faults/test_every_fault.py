@@ -99,7 +99,7 @@ CASES = {
         saved=(5, 7),
     ),
 }
-SHORT = {"shm": {"kill", "hang", "freeze", "leave", "nan", "full_disk", "stop"}, "gloo": {"kill", "hang"}}
+SHORT = {"shm": {"kill", "hang", "nan", "full_disk", "stop"}, "gloo": {"kill"}}
 """Those of every run; the others are long."""
 
 

@@ -164,6 +164,7 @@ def test_a_host_that_dies_ends_the_job_on_the_other_and_is_named(hosts, both, ki
     assert all(job.gone() for job in jobs.jobs)
 
 
+@pytest.mark.long
 def test_a_host_that_falls_silent_ends_the_job_on_both(hosts, both):
     jobs = both("ready()\nblock()").start(29500, hosts=hosts)
     jobs.ready()

@@ -253,6 +253,7 @@ def test_no_room_in_dev_shm_is_needed(tmp_path: Path) -> None:
         assert text.split() == ["True", "3.0", "2.0", str(1 << 20)]
 
 
+@pytest.mark.long
 def test_eight_ranks_and_two_jobs_at_once_share_what_cores_there_are(tmp_path: Path) -> None:
     with RankPool(2) as other:
         assert other.run(one_sum) == [3.0, 3.0]

@@ -65,7 +65,7 @@ def whole(job):
     return digest_of(job)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher_stops_all_and_the_run_goes_on_to_the_same_weights(launch, number):
     expected = whole(launch(SCRIPT, "w"))  # short names: loader workers talk through sockets below TMPDIR
     job = launch(SCRIPT, "p")

@@ -152,7 +152,7 @@ def report_of(lines: list[str]) -> list[str]:
     return [line.strip() for line in lines[starts[-1] :]]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_in_mid_training_is_named_and_the_other_ends_with_it(start, killed):
     job = start()
     os.kill(job.training()[killed], signal.SIGKILL)
@@ -165,6 +165,7 @@ def test_a_rank_that_is_killed_in_mid_training_is_named_and_the_other_ends_with_
     check_what_is_left(job)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "words"), [("dataset", "row 119 is torn"), ("model", "LookupError: the model refuses this batch")]
 )

@@ -313,7 +313,7 @@ def one_leaves(rank, size, file):
 def test_an_error_over_a_group_made_by_hand_names_who_did_not_come(ranks, tmp_path):
     (reduced, gathered, missing), _ = ranks.run(one_leaves, tmp_path / "store")
     assert reduced.startswith("Rank 0 of 2: all_reduce of 4 torch.float32 broke off: ")
-    assert gathered.startswith("Rank 0 of 2: all_gather of a str broke off: ")
+    assert gathered.startswith("Rank 0 of 2: all_gather of an object broke off: ")
     assert "Rank(s) 1 failed, left" in reduced
     assert missing == [1]
 

@@ -156,6 +156,7 @@ def test_a_compiled_model_with_statistics_over_ranks(ranks, order):
         assert_mean([seen[number] for seen, *_ in results], gradients_of(net), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_default_compiler_gives_the_same(ranks):
     """compile(ddp) with torch's default backend, which writes and compiles code of its own, in windows."""
     results = ranks.run(train, "around", "plain", "inductor", {}, True, False, timeout=240)

@@ -134,6 +134,7 @@ def test_behind_the_reduction_nothing_is_taken_again(ranks, tmp_path, error):
     assert ranks.run(fail_behind_the_reduction, tmp_path, (0, 1), error) == [(kind, 2)] * 2
 
 
+@pytest.mark.long
 def test_an_error_of_one_rank_behind_the_reduction_is_its_own_at_once(backend, tmp_path):
     with RankPool(2, backend=backend, timeout=20) as pool:
         found = pool.outcomes(fail_behind_the_reduction, tmp_path, (1,), ValueError("mine"), 3)

@@ -357,7 +357,7 @@ def leaves(rank, size):
     return done, ""
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_that_does_not_come_is_named_when_the_timeout_runs_out(size):
     """A batch is skipped before its forward: no one can know that until the rank has no step left and does not come.
 

@@ -313,6 +313,7 @@ def test_a_sample_that_fails_ends_all_ranks_with_its_error(ranks, tmp_path, work
     assert all("row 7 is torn" in outcome.message for outcome in outcomes)
 
 
+@pytest.mark.long
 def test_a_stream_that_splits_itself_among_workers_is_read_whole(ranks, tmp_path):
     runs = ranks.run(train_with, tmp_path, DealsItself, 12, None, None, None, {"dataloader_num_workers": 2, "max_steps": 2})
     assert by_step(runs) == {0: list(range(6)), 1: list(range(6, 12))}

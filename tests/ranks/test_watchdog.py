@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from allstep.comm.communicator import GroupCommunicator
 from allstep.comm.process_group import join
-from allstep.comm.watchdog import HERE, start_watchdog, stop_watchdog
+from allstep.comm.watchdog import HERE, pace, start_watchdog, stop_watchdog
 from allstep.comm.watchdog.watch import Watchdog, _watchdog
 from allstep.errors import CollectiveError
 from allstep.testing.ranks import RankPool, run_ranks
@@ -210,6 +210,7 @@ def leave(rank, size, name, who):
 def slow_data(rank, size, name):
     """Steps of which rank 1 spends most in its data, until rank 0 has said so."""
     communicator = GroupCommunicator()
+    pace.SECONDS = 0.5
     with watched(rank, size, name, warn_after=0) as said:
         for HERE.step in range(1, 2000):
             HERE.enter("data")

@@ -269,7 +269,7 @@ class GroupCommunicator(Communicator):
         if not tensors:
             return
         carrier, what = self.carrier, f"broadcast of {len(tensors)} tensors"
-        with HERE.wait(what):
+        with HERE.wait(self._awaited(what)):
             try:
                 for same_device in _by_device(tensors):
                     dist._broadcast_coalesced(carrier, same_device, _COALESCE_BYTES, source)  # type: ignore[attr-defined]
@@ -282,7 +282,7 @@ class GroupCommunicator(Communicator):
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise TypeError(f"Rank {self.rank} cannot send a {type(value).__name__} to its peers: {error}") from error
         carrier, what = self.carrier, "all_gather of an object"
-        with HERE.wait(what):
+        with HERE.wait(self._awaited(what)):
             try:
                 everyone = _all_gather_bytes(carrier, pickled)
             except RuntimeError as error:
@@ -334,14 +334,21 @@ class GroupCommunicator(Communicator):
             _SOURCE_PLACE.sub("", str(error).strip()).splitlines()[0].rstrip(".") if str(error).strip() else "no reason given"
         )
         broke_off = f"Rank {self.rank} of {self.size}: {what} broke off: {reason}."
-        explained = told(CollectiveError(broke_off))
-        if explained.late is not None:
-            return explained
+        if self.group is None:
+            explained = told(CollectiveError(broke_off))
+            if explained.late is not None:
+                return explained
         missing = missing_ranks(self.group)
         who = f"Rank(s) {', '.join(map(str, missing))}" if missing else "Another rank"
-        return CollectiveError(
-            f"{broke_off} {who} failed, left, or did not come within the timeout; what was printed there says why."
+        return told(
+            CollectiveError(
+                f"{broke_off} {who} failed, left, or did not come within the timeout; what was printed there says why."
+            )
         )
+
+    def _awaited(self, what: str) -> str:
+        """What others read of this rank while it waits."""
+        return what if self.group is None else f"{what}, in a group of its own"
 
 
 class _Channel(GroupCommunicator):
@@ -373,7 +380,7 @@ class _Waiting:
         self._work, self._by, self._what = work, by, what
 
     def wait(self) -> None:
-        with HERE.wait(self._what):
+        with HERE.wait(self._by._awaited(self._what)):
             try:
                 self._work.wait()
             except RuntimeError as error:

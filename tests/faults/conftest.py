@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from allstep.testing.processes import processes_with
+
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 
@@ -99,16 +101,7 @@ class Launch:
 
     def marked(self) -> list[int]:
         """The processes of this launch that are there now."""
-        found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal():
-                try:
-                    variables = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-                except OSError:  # ended meanwhile, or somebody else's
-                    continue
-                if self.mark.encode() in variables:
-                    found.append(int(entry))
-        return found
+        return processes_with(self.mark)
 
     def close(self) -> None:
         os.close(self._ready)

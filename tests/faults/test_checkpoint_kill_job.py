@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from allstep.checkpoint.store import CheckpointStore, step_of
+from allstep.testing.processes import processes_with
 
 SCRIPT = """
 import os, sys
@@ -131,16 +132,7 @@ class Jobs:
 
     def marked(self) -> list[int]:
         """The processes of these jobs that are there now."""
-        found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal():
-                try:
-                    variables = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-                except OSError:  # ended meanwhile, or somebody else's
-                    continue
-                if self.mark.encode() in variables:
-                    found.append(int(entry))
-        return found
+        return processes_with(self.mark)
 
     def close(self) -> None:
         for pid in self.marked():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from allstep.checkpoint.store import CheckpointStore
+from allstep.testing.processes import processes_with
 
 SCRIPT = """
 import os, sys
@@ -98,16 +99,7 @@ class Job:
 
     def marked(self) -> list[int]:
         """The processes of this job that are there now."""
-        found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal():
-                try:
-                    variables = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-                except OSError:  # ended meanwhile, or somebody else's
-                    continue
-                if self.mark.encode() in variables:
-                    found.append(int(entry))
-        return found
+        return processes_with(self.mark)
 
     def close(self) -> None:
         os.close(self._ready)

@@ -44,3 +44,7 @@ def test_otherwise_nobody_is_named(ranks):
 @pytest.mark.parametrize(("steps", "seconds"), [(5, 1.0), (50, 0.01)])
 def test_a_short_time_says_nothing(steps, seconds):
     assert held_up(START, after(steps, (seconds, 0, 0), (0, 0, seconds), (0, 0, seconds))) is None
+
+
+def test_of_two_looks_in_the_same_step_nothing_is_said():
+    assert held_up(START, START) is None

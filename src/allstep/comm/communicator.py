@@ -330,9 +330,8 @@ class GroupCommunicator(Communicator):
         """The error that tells a person that `what` broke off because of `error`."""
         if isinstance(error, CollectiveError):
             return told(error)  # of a backend that knows who is missing
-        reason = (
-            _SOURCE_PLACE.sub("", str(error).strip()).splitlines()[0].rstrip(".") if str(error).strip() else "no reason given"
-        )
+        said = _SOURCE_PLACE.sub("", str(error).strip()) or type(error).__name__
+        reason = said.splitlines()[0].rstrip(".")
         broke_off = f"Rank {self.rank} of {self.size}: {what} broke off: {reason}."
         if self.group is None:
             explained = told(CollectiveError(broke_off))

@@ -81,10 +81,6 @@ class Watchdog:
         """Whether it has ended: it was stopped, or the store is gone."""
         return self._is_over
 
-    def post(self) -> None:
-        """Leave word now, not at the next tick."""
-        self._wake.set()
-
     def stop(self, why: str) -> None:
         """Leave a last word, and end the thread."""
         HERE.left = HERE.left or why
@@ -201,7 +197,8 @@ class Watchdog:
             return
         words = [self._heard[rank][2] for rank in range(self._size)]
         paces = [Pace(word["step"], word["waits"], word["spent"]) for word in words if word["step"] is not None]
-        if len(paces) < self._size or len(self._paces) < self._size:
+        have_gone_on = all(late.step >= early.step for early, late in zip(self._paces, paces, strict=False))
+        if len(paces) < self._size or len(self._paces) < self._size or not have_gone_on:  # another run has begun
             self._paces = paces
             return
         judged = held_up(self._paces, paces)

@@ -21,6 +21,7 @@ from allstep.trainer.assembly import (
 from allstep.trainer.base import made
 from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluating import EvaluatingTrainer
+from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.meter import Meter
 from allstep.trainer.models import wrap
@@ -35,7 +36,7 @@ from allstep.trainer.verification import StopAfter
 __all__ = ["TrainOutput", "Trainer"]
 
 
-class Trainer(EvaluatingTrainer):
+class Trainer(EvaluatingTrainer, KeepingTrainer):
     """Trains, evaluates and predicts, with one process or many: the same script under every launcher.
 
     Constructing a Trainer joins the job that this process was started for. Names and meanings of the arguments are those of
@@ -97,11 +98,11 @@ class Trainer(EvaluatingTrainer):
         self, checkpoints: CheckpointManager, resume_from_checkpoint: str | os.PathLike[str] | bool | None, began: float
     ) -> "TrainOutput":
         run, saver = self._make_run(checkpoints, resume_from_checkpoint)
-        self.last_run = run
+        self.last_run, self._saver = run, saver
         first_step = self.state.global_step
         try:
             self.sinks.open(run.plan.max_steps, first_step)
-            self._is_training = True
+            self.is_in_train = True
             with StopRequest() as request:
                 run.model.raise_hand_if(request.is_asked)
                 loop.train(run, saver)
@@ -113,7 +114,7 @@ class Trainer(EvaluatingTrainer):
             if (words := saver.last_words()) is not None:
                 self.sinks.message(words)
         finally:
-            self._is_training = False
+            self.is_in_train = False
             HERE.step = HERE.micro_batch = None
             HERE.enter("")
             saver.abandon()
@@ -134,8 +135,9 @@ class Trainer(EvaluatingTrainer):
             folder = checkpoints.resolve("auto", of_this_job=True)
         else:
             folder = checkpoints.resolve(resume_from_checkpoint)
-        grid = make_grid(
-            args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)
+        self._resumed_batch = None if folder is None else checkpoints.global_batch_size(folder)
+        source, grid = make_grid(
+            args, lambda: self._source(self.get_train_dataloader()), self.communicator, self._resumed_batch
         )
         plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints.prepare()
@@ -157,7 +159,7 @@ class Trainer(EvaluatingTrainer):
                 global_batch_size=grid.global_batch_size,
             )
         )
-        loader, seed = self._loader(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
+        loader = source.loader(args.seed)
         run = Run(
             args=args,
             plan=plan,
@@ -168,16 +170,20 @@ class Trainer(EvaluatingTrainer):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             grid=grid,
+            source=source,
             loader=loader,
-            feeds=make_feeds(loader, grid, self.communicator, seed, self.sinks.message),
+            feeds=make_feeds(loader, grid, self.communicator, source.order, self.sinks.message),
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
+            training_step=self._step_of,
+            has_own_step=self._has_own_step,
             meter=Meter(self.sinks.step if self.world.is_main else None),
             say=self.sinks.message,
             log=self.log,
+            save=self._checkpoint,
             evaluate=self.evaluate,
         )
         self.callback_handler.kwargs |= {
@@ -187,8 +193,8 @@ class Trainer(EvaluatingTrainer):
             "train_dataloader": run.loader,
         }
         if isinstance(grid, StreamGrid):
-            self.sinks.message(f"the training stream {type(self.train_dataset).__name__} is split {grid.split.reason}")
-        saver = Saver(run, checkpoints, self.processing_class)
+            self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
+        saver = Saver(run, checkpoints, self.processing_class, self._own_way())
         if folder is not None:
             self.sinks.message(saver.resume(folder))
         if in_order and (line := order_line(grid, size, sum(p.numel() * p.element_size() for p in run.parameters))):

@@ -99,11 +99,16 @@ class TrainerBase:
     # ---- logging and callbacks
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log numbers of the current step: into `state.log_history` on every rank, and to whatever reports on rank 0."""
-        entry = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
-        self.state.log_history.append(entry)
+        """Log numbers of the current step: into `state.log_history` on every rank, and to whatever reports on rank 0.
+
+        The epoch is added to `logs` itself, and callbacks may change it before anything reports.
+        """
+        step, epoch = self.state.global_step, self.state.epoch
+        if epoch is not None:
+            logs["epoch"] = epoch
+        self.state.log_history.append({**logs, "step": step})
         self.callback_handler.call("on_log", logs=logs)
-        self.sinks.log(logs, step=self.state.global_step, epoch=self.state.epoch)
+        self.sinks.log({name: value for name, value in logs.items() if name != "epoch"}, step=step, epoch=epoch or 0.0)
         if not self.is_in_train:
             self.sinks.close()
 

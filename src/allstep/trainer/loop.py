@@ -40,7 +40,6 @@ def train(run: Run, saver: Saver) -> None:
     HERE.enter("the end of training")
     saver.finish()
     run.settle()
-    run.callbacks.call("on_train_end")
 
 
 def _goes_on(run: Run) -> bool:

@@ -42,7 +42,9 @@ class Seq2SeqTrainer(Trainer):
         if path.is_file():
             return GenerationConfig.from_pretrained(str(path.parent), config_file_name=path.name)
         if not path.is_dir():
-            raise ArgumentsError(f"generation_config={str(gen_config_arg)!r}: expected a GenerationConfig, or its file or folder.")
+            raise ArgumentsError(
+                f"generation_config={str(gen_config_arg)!r}: expected a GenerationConfig, or its file or folder."
+            )
         return GenerationConfig.from_pretrained(str(path))
 
     def evaluate(
@@ -88,7 +90,9 @@ class Seq2SeqTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         loss = super().prediction_step(model, inputs, True)[0] if "labels" in inputs else None
         inputs = self._prepare_inputs(inputs)
-        settings = {name: value for name, value in (gen_kwargs or self._complete(self._gen_kwargs)).items() if value is not None}
+        settings = {
+            name: value for name, value in (gen_kwargs or self._complete(self._gen_kwargs)).items() if value is not None
+        }
         generator: Any = model
         tokens = generator.generate(**_to_generate_from(inputs), **settings)
         longest = _longest(settings, generator.generation_config)
@@ -131,7 +135,9 @@ def _to_generate_from(inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs without labels, and without decoder inputs that were made of them, from which the model would go on."""
     made_of_labels = "labels" in inputs and "decoder_input_ids" in inputs
     if made_of_labels and inputs["labels"].shape == inputs["decoder_input_ids"].shape:
-        return {key: value for key, value in inputs.items() if key not in ("labels", "decoder_input_ids", "decoder_attention_mask")}
+        return {
+            key: value for key, value in inputs.items() if key not in ("labels", "decoder_input_ids", "decoder_attention_mask")
+        }
     return {key: value for key, value in inputs.items() if key != "labels"}
 
 

@@ -107,10 +107,12 @@ class Trainer(EvaluatingTrainer, KeepingTrainer):
                 run.model.raise_hand_if(request.is_asked)
                 loop.train(run, saver)
                 if heed_late_signals(run, request.is_asked()):
+                    self.callback_handler.call("on_train_end")
                     stop(run, saver, request, self.sinks.message)
             if self.args.load_best_model_at_end:
                 saver.load_best()
             output = self._finish(run, first_step, time.perf_counter() - began)
+            self.callback_handler.call("on_train_end")
             if (words := saver.last_words()) is not None:
                 self.sinks.message(words)
         finally:

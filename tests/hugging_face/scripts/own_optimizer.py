@@ -60,9 +60,7 @@ def main(argv=None):
         (head if name.startswith("layers.2") else body).append(parameter)
     optimizer = torch.optim.AdamW([{"params": body, "lr": 2e-2}, {"params": head, "lr": 5e-3}], weight_decay=0.01)
     scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=40)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=train, eval_dataset=held_out, optimizers=(optimizer, scheduler)
-    )
+    trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=held_out, optimizers=(optimizer, scheduler))
     trainer.train()
     if trainer.is_world_process_zero():
         entries = trainer.state.log_history

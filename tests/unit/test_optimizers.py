@@ -181,7 +181,11 @@ def test_class_and_settings_are_those_of_transformers(optim: str, optim_args: st
 @pytest.mark.parametrize(
     ("optim", "optim_args", "sentence"),
     [
-        ("sgd", "momentum", "optim_args='momentum' of optim='sgd': found momentum, expected settings out of momentum, dampening"),
+        (
+            "sgd",
+            "momentum",
+            "optim_args='momentum' of optim='sgd': found momentum, expected settings out of momentum",
+        ),
         ("sgd", "beta=3", "found beta=3, expected settings out of momentum"),
         ("adamw_torch", "beta=3", "found beta=3, expected none; leave it out"),
         ("sgd", "momentum=high", "momentum is 'high'; could not convert string to float"),

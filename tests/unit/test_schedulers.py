@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transformers import SchedulerType, get_scheduler
 
 from allstep._arguments_checks import SCHEDULES
@@ -114,8 +113,11 @@ def test_names_are_those_that_the_arguments_accept() -> None:
         ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
         ("cosine_warmup_with_min_lr", {"min_lr": 0.02, "warmup_lr_rate": 0.3, "num_cycles": 1.0}),
         ("warmup_stable_decay", {"num_decay_steps": 10}),
-        ("warmup_stable_decay", {"num_decay_steps": 15, "decay_type": "1-sqrt", "warmup_type": "1-sqrt", "min_lr_ratio": 0.1}),
-        ("warmup_stable_decay", {"num_decay_steps": 15, "num_stable_steps": 12, "decay_type": "linear", "warmup_type": "cosine"}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "1-sqrt", "warmup_type": "1-sqrt", "min_lr_ratio": 0.1}),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 15, "num_stable_steps": 12, "decay_type": "linear", "warmup_type": "cosine"},
+        ),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """The parts of a run that follow from arguments and data: grid, loader, collator, report."""
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from allstep.ddp.sync import send_buffers
 from allstep.errors import ArgumentsError, DataError
 from allstep.report.record import RunReport
 from allstep.trainer.losses import accepted_columns
+from allstep.trainer.precision import precision_of
 from allstep.trainer.run import Run
 
 __all__ = ["default_collator", "make_feeds", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
@@ -59,6 +61,7 @@ def make_grid(
         said["shards of train_dataset"] = shards_of(dataset)
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
     said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
+    said["precision"] = precision_of(args, os.environ)
     everyone = communicator.all_gather_object(said)
     for name, value in everyone[0].items():
         for rank, others in enumerate(everyone):

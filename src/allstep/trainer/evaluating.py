@@ -12,7 +12,7 @@ from allstep.trainer import evaluation
 from allstep.trainer.base import TrainerBase
 from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput
 from allstep.trainer.metrics import Metrics
-from allstep.trainer.precision import autocast
+from allstep.trainer.precision import autocast, evaluation_dtype
 from allstep.trainer.prediction import Predictor, summary
 
 __all__ = ["EvaluatingTrainer"]
@@ -95,6 +95,7 @@ class EvaluatingTrainer(TrainerBase):
             forward_context=lambda: autocast(args, self.device),
             on_batch=on_batch,
             rounds=rounds,
+            dtype=evaluation_dtype(args),
         )
         if not result.samples:
             raise DataError(f"There is nothing to evaluate: the stream {type(dataset).__name__} is empty. Expected a sample.")

@@ -22,6 +22,7 @@ from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.ddp.sync import send_buffers
 from allstep.trainer.exact_sum import ExactSum
 from allstep.trainer.gathering import gathered, in_order, outlined, to_numpy
+from allstep.trainer.precision import in_evaluation_dtype
 
 __all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "Rounds", "evaluate"]
 
@@ -99,6 +100,7 @@ def evaluate(
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     on_batch: Callable[[Prediction], None] = lambda said: None,
     rounds: Rounds | None = None,
+    dtype: torch.dtype | None = None,
 ) -> EvaluationResult:
     """Collective. Run `predict` on this rank's batches, with the model in eval mode, and put all ranks' results together.
 
@@ -111,6 +113,7 @@ def evaluate(
         forward_context: entered around every `predict`.
         on_batch: called after each batch of this rank.
         rounds: where every rank is to see every batch.
+        dtype: what the model is cast to meanwhile; None for nothing.
 
     Raises:
         RankFailedError: another rank could not evaluate its part.
@@ -130,7 +133,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with preserved_generators(), torch.no_grad():
+        with preserved_generators(), torch.no_grad(), in_evaluation_dtype(model, dtype):
             if rounds is None:
                 with failing_together(communicator, "evaluating"):
                     for feed in feeds:

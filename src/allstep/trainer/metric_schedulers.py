@@ -22,13 +22,13 @@ METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 class GreedyLR:
-    """Divides the rate by `factor` after more than `patience` evaluations in a row that were each the best, and multiplies it by
-    `factor` after more than `patience` that were not.
+    """Raises the rate after more than `patience` evaluations in a row that were each the best, and lowers it after more than
+    `patience` that were not.
 
     Args:
         optimizer: its groups have the rates that are changed.
         mode: "min" where a smaller metric is better, else "max".
-        factor: above 0 and below 1.
+        factor: what the rate is multiplied by to lower it, and divided by to raise it; above 0 and below 1.
         patience: evaluations that are waited for.
         threshold: by how much the best has to be beaten; a share of it with `threshold_mode="rel"`.
         cooldown: evaluations that are passed over after the rate was lowered.
@@ -183,9 +183,7 @@ def make_metric_scheduler(name: str, optimizer: Optimizer, settings: Mapping[str
     takes = list(inspect.signature(maker).parameters)[1:]
     unknown = [setting for setting in settings if setting not in takes]
     if unknown:
-        raise ArgumentsError(
-            f"lr_scheduler_kwargs of {name!r}: found {', '.join(unknown)}, expected only {', '.join(takes)}."
-        )
+        raise ArgumentsError(f"lr_scheduler_kwargs of {name!r}: found {', '.join(unknown)}, expected only {', '.join(takes)}.")
     try:
         made: ReduceLROnPlateau | GreedyLR = maker(optimizer, **settings)
     except (TypeError, ValueError) as error:
@@ -203,7 +201,11 @@ def _needs_argument(kind: type) -> bool:
     step = getattr(kind, "step", None)
     parameters = [] if step is None else list(inspect.signature(step).parameters.values())[1:]
     first = parameters[0] if parameters else None
-    return first is not None and first.default is first.empty and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return (
+        first is not None
+        and first.default is first.empty
+        and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    )
 
 
 def advance(scheduler: Any) -> None:

@@ -117,8 +117,8 @@ def _schedule_free(name: str, *, is_adam: bool, warms_up: bool = True) -> _Kind:
     def more(args: TrainingArguments) -> _Settings:
         if warms_up and 0 < args.warmup_steps < 1:
             raise ArgumentsError(
-                f"warmup_steps={args.warmup_steps} with optim={args.optim!r}: expected a whole number, this optimizer counts its "
-                f"warm-up by itself and does not know the steps of the run. Write warmup_steps=100, or 0."
+                f"warmup_steps={args.warmup_steps} with optim={args.optim!r}: expected a whole number, for this optimizer counts "
+                f"its warm-up by itself and does not know the steps of the run. Write warmup_steps=100, or 0."
             )
         warmup = {"warmup_steps": args.warmup_steps} if warms_up else {}
         return {"weight_decay": args.weight_decay, **warmup, "weight_lr_power": 2.0, "r": 0.0}
@@ -166,7 +166,9 @@ OPTIMIZER_KINDS: Mapping[str, _Kind] = {
     "schedule_free_radam": _schedule_free("RAdamScheduleFree", is_adam=True, warms_up=False),
     "schedule_free_adamw": _schedule_free("AdamWScheduleFree", is_adam=True),
     "schedule_free_sgd": _schedule_free("SGDScheduleFree", is_adam=False),
-    "grokadamw": _Kind("grokadamw", "GrokAdamW", "grokadamw", more=lambda args: dict(_GROK), options=dict.fromkeys(_GROK, float)),
+    "grokadamw": _Kind(
+        "grokadamw", "GrokAdamW", "grokadamw", more=lambda args: dict(_GROK), options=dict.fromkeys(_GROK, float)
+    ),
     "stable_adamw": _Kind(
         "optimi",
         "StableAdamW",

@@ -81,7 +81,7 @@ def optimizer_class_and_kwargs(args: TrainingArguments, model: nn.Module | None 
 
 @contextmanager
 def resting(optimizer: Any) -> Iterator[None]:
-    """Around an evaluation or a save: optimizers with a mode of their own (schedule-free ones) show the weights they are for."""
+    """Around an evaluation or a save: optimizers that train other weights than they are for (schedule-free) show these."""
     set_training(optimizer, False)
     try:
         yield
@@ -97,7 +97,7 @@ def set_training(optimizer: Any, training: bool) -> None:
 
 
 def _keep_embeddings_in_full(model: nn.Module) -> None:
-    """8-bit states are too coarse for rows that seldom get a gradient: Dettmers et al., "8-bit Optimizers", 2022, section 2.3."""
+    """8-bit states are too coarse for embeddings: Dettmers et al., "8-bit Optimizers", 2022, section 2.3."""
     from bitsandbytes.optim import GlobalOptimManager  # optional
 
     for module in model.modules():

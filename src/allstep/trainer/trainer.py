@@ -23,10 +23,12 @@ from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluating import EvaluatingTrainer
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.meter import Meter
-from allstep.trainer.models import wrap
+from allstep.trainer.models import in_training, wrap
 from allstep.trainer.optimizers import make_optimizer
+from allstep.trainer.precision import precision_of
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
+from allstep.trainer.scaling import make_scaler
 from allstep.trainer.schedulers import make_scheduler
 from allstep.trainer.state import TrainerState
 from allstep.trainer.stopping import StopRequest, restarts, stop
@@ -102,7 +104,7 @@ class Trainer(EvaluatingTrainer):
         try:
             self.sinks.open(run.plan.max_steps, first_step)
             self._is_training = True
-            with StopRequest() as request:
+            with StopRequest() as request, in_training(self.model, self.args):
                 run.model.raise_hand_if(request.is_asked)
                 loop.train(run, saver)
                 if heed_late_signals(run, request.is_asked()):
@@ -173,6 +175,7 @@ class Trainer(EvaluatingTrainer):
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
+            scaler=make_scaler(precision_of(args, os.environ), model, self.device, self.communicator, grid.global_batch_size),
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),
@@ -223,6 +226,7 @@ class Trainer(EvaluatingTrainer):
                 self.optimizer,
                 self.args.get_warmup_steps(num_training_steps),
                 num_training_steps,
+                larger_is_better=bool(self.args.greater_is_better),
                 **_as_dict(self.args.lr_scheduler_kwargs),
             )
             self._made_scheduler = self.lr_scheduler

@@ -87,7 +87,7 @@ def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, 
         assert summed is not None
         run.model.weigh(total, summed)
     HERE.enter("backward")
-    backward(loss, weight)
+    backward(loss, weight if run.scaler is None else weight * run.scaler.factor)
 
 
 def _tell_others(run: Run, error: Exception, place: MicroBatch | None) -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from allstep._arguments_checks import OPTIMIZERS
+from allstep._arguments.choices import OPTIMIZERS
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
 from allstep.trainer.optimizer_classes import OPTIMIZER_KINDS

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import SchedulerType, get_scheduler
 
-from allstep._arguments_checks import SCHEDULES
+from allstep._arguments.choices import SCHEDULES, SCHEDULES_BY_EVALUATION
 from allstep.errors import ArgumentsError
-from allstep.trainer.metric_schedulers import METRIC_SCHEDULES
 from allstep.trainer.schedulers import make_scheduler, schedule
 
-OF_STEPS = [name for name in SCHEDULES if name not in METRIC_SCHEDULES]
+OF_STEPS = [name for name in SCHEDULES if name not in SCHEDULES_BY_EVALUATION]
 
 NEEDED: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},

@@ -1,7 +1,6 @@
 """The parts of a run that follow from arguments and data: grid, loader, collator, report."""
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ from allstep.trainer.run import Run
 __all__ = ["default_collator", "make_feeds", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
 
 
-_OF_ONE_RANK = ("output_dir", "run_name", "report_to", "disable_tqdm", "dataloader_")
+_OF_ONE_RANK = ("output_dir", "local_rank", "run_name", "report_to", "disable_tqdm", "dataloader_")
 """What the names of arguments begin with that ranks need not agree on."""
 
 
@@ -61,7 +60,7 @@ def make_grid(
         said["shards of train_dataset"] = shards_of(dataset)
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
     said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
-    said["precision"] = precision_of(args, os.environ)
+    said["precision"] = precision_of(args)
     everyone = communicator.all_gather_object(said)
     for name, value in everyone[0].items():
         for rank, others in enumerate(everyone):

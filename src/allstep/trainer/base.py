@@ -91,7 +91,7 @@ class TrainerBase:
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], self.args)
         self._set_state(TrainerState())
         self.sinks = make_sinks(self._output_dir, self.args.disable_tqdm, self.args.report_to, self.world.is_main)
-        if (line := precision_line(self.args, os.environ)) is not None:
+        if (line := precision_line(self.args)) is not None:
             self.sinks.message(line)
         self.callback_handler.kwargs = {"model": self.model, "processing_class": processing_class, "eval_dataloader": None}
         self.callback_handler.call("on_init_end")

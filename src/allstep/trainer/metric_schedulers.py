@@ -15,10 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from allstep.comm.communicator import Communicator
 from allstep.errors import ArgumentsError
 
-__all__ = ["METRIC_SCHEDULES", "GreedyLR", "advance", "advance_by_metric", "make_metric_scheduler", "takes_metric"]
-
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Values of `lr_scheduler_type` that look at `metric_for_best_model`."""
+__all__ = ["GreedyLR", "advance", "advance_by_metric", "make_metric_scheduler", "takes_metric"]
 
 
 class GreedyLR:
@@ -174,7 +171,7 @@ class GreedyLR:
 
 
 def make_metric_scheduler(name: str, optimizer: Optimizer, settings: Mapping[str, Any]) -> ReduceLROnPlateau | GreedyLR:
-    """The schedule `name`, one of `METRIC_SCHEDULES`.
+    """The schedule `name`, one of `SCHEDULES_BY_EVALUATION`.
 
     Raises:
         ArgumentsError: a setting that it does not have, or a value that cannot be.
@@ -191,7 +188,7 @@ def make_metric_scheduler(name: str, optimizer: Optimizer, settings: Mapping[str
     return made
 
 
-def takes_metric(scheduler: Any) -> bool:
+def takes_metric(scheduler: object) -> bool:
     """Whether `scheduler.step` has to be given a metric, as those of torch's ReduceLROnPlateau and of `GreedyLR` have."""
     return _needs_argument(type(scheduler))
 

@@ -33,7 +33,7 @@ def prepare_model(model: nn.Module, args: TrainingArguments, device: torch.devic
     model.to(device)
     if args.recompute_activations:
         _recompute_activations(model, args.recompute_kwargs)
-    if args.torch_compile or args.torch_compile_backend is not None or args.torch_compile_mode is not None:
+    if args.torch_compile:
         model.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
     return model
 
@@ -61,7 +61,7 @@ def in_training(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
     Raises:
         ArgumentsError: noise was asked of a model that cannot.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
     with noisy_embeddings(model, args.neftune_noise_alpha):
         if before is not None:

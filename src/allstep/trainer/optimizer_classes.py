@@ -117,8 +117,8 @@ def _schedule_free(name: str, *, is_adam: bool, warms_up: bool = True) -> _Kind:
     def more(args: TrainingArguments) -> _Settings:
         if warms_up and 0 < args.warmup_steps < 1:
             raise ArgumentsError(
-                f"warmup_steps={args.warmup_steps} with optim={args.optim!r}: expected a whole number, for this optimizer counts "
-                f"its warm-up by itself and does not know the steps of the run. Write warmup_steps=100, or 0."
+                f"warmup_steps={args.warmup_steps} with optim={args.optim!r}: expected a whole number, for it counts its own "
+                f"warm-up and does not know the steps of the run. Write warmup_steps=100, or 0."
             )
         warmup = {"warmup_steps": args.warmup_steps} if warms_up else {}
         return {"weight_decay": args.weight_decay, **warmup, "weight_lr_power": 2.0, "r": 0.0}

@@ -1,5 +1,6 @@
 """Model and arguments in, torch optimizer out."""
 
+import importlib
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -98,11 +99,10 @@ def set_training(optimizer: Any, training: bool) -> None:
 
 def _keep_embeddings_in_full(model: nn.Module) -> None:
     """8-bit states are too coarse for embeddings: Dettmers et al., "8-bit Optimizers", 2022, section 2.3."""
-    from bitsandbytes.optim import GlobalOptimManager  # optional
-
+    manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def split_by_decay(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

@@ -1,7 +1,6 @@
 """Precision: which dtype a forward computes in, and whether kernels may round or reorder."""
 
-import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -13,11 +12,10 @@ from allstep.errors import ArgumentsError
 
 __all__ = ["autocast", "evaluation_dtype", "in_evaluation_dtype", "precision_line", "precision_of", "set_numerics"]
 
-_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def precision_of(args: TrainingArguments, variables: Mapping[str, str]) -> str:
+def precision_of(args: TrainingArguments) -> str:
     """What forward and loss run in: "bf16", "fp16" or "no", for the parameters' own dtype.
 
     Where the arguments say nothing, it is what the launcher was told with --mixed_precision, as in Hugging Face's.
@@ -25,20 +23,18 @@ def precision_of(args: TrainingArguments, variables: Mapping[str, str]) -> str:
     Raises:
         ArgumentsError: the launcher was told something else.
     """
-    if args.fp16 or args.bf16:
-        return "fp16" if args.fp16 else "bf16"
-    told = variables.get(_VARIABLE, "").lower() or "no"
-    if told not in ("no", *_DTYPES):
+    precision = args.mixed_precision
+    if precision not in ("no", *_DTYPES):
         raise ArgumentsError(
-            f"The launcher was given --mixed_precision {told} ({_VARIABLE}={variables[_VARIABLE]}): expected no, bf16 or fp16. "
+            f"The launcher was told --mixed_precision {precision} (ACCELERATE_MIXED_PRECISION): expected no, bf16 or fp16. "
             f"Leave it out there, or write TrainingArguments(bf16=True), which comes first."
         )
-    return told
+    return precision
 
 
-def precision_line(args: TrainingArguments, variables: Mapping[str, str]) -> str | None:
+def precision_line(args: TrainingArguments) -> str | None:
     """A line for a person, where it is the launcher and not the arguments that says the precision."""
-    precision = precision_of(args, variables)
+    precision = precision_of(args)
     if precision == "no" or args.fp16 or args.bf16:
         return None
     return f"precision {precision}, as the launcher was told (--mixed_precision); the arguments say neither bf16 nor fp16"
@@ -46,7 +42,7 @@ def precision_line(args: TrainingArguments, variables: Mapping[str, str]) -> str
 
 def autocast(args: TrainingArguments, device: torch.device) -> AbstractContextManager[object]:
     """The context of a forward: autocast to bfloat16 or float16, or nothing. Parameters stay as they are."""
-    dtype = _DTYPES.get(precision_of(args, os.environ))
+    dtype = _DTYPES.get(precision_of(args))
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 

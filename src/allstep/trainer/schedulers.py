@@ -19,8 +19,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from allstep._arguments.choices import SCHEDULES_BY_EVALUATION
 from allstep.errors import ArgumentsError
-from allstep.trainer.metric_schedulers import METRIC_SCHEDULES, make_metric_scheduler
+from allstep.trainer.metric_schedulers import make_metric_scheduler
 
 __all__ = ["make_scheduler", "schedule"]
 
@@ -57,7 +58,7 @@ def make_scheduler(
     Raises:
         ArgumentsError: no schedule of that name, or a setting that it does not have.
     """
-    if name in METRIC_SCHEDULES:
+    if name in SCHEDULES_BY_EVALUATION:
         return make_metric_scheduler(name, optimizer, {"mode": "max" if larger_is_better else "min", **kwargs})
     # A nested function, not a callable object: LambdaLR leaves functions out of its state_dict (test_schedulers.py).
     return LambdaLR(optimizer, _factor(name, warmup_steps, total_steps, float(optimizer.defaults["lr"]), kwargs))
@@ -66,7 +67,7 @@ def make_scheduler(
 def _factor(name: str, warmup_steps: int, total_steps: int, base_lr: float, settings: dict[str, Any]) -> Callable[[int], float]:
     """Check the settings once; what is left is a function of the step."""
     if name not in _SHAPES:
-        raise ArgumentsError(f"lr_scheduler_type={name!r}: expected one of {', '.join([*_SHAPES, *METRIC_SCHEDULES])}.")
+        raise ArgumentsError(f"lr_scheduler_type={name!r}: expected one of {', '.join([*_SHAPES, *SCHEDULES_BY_EVALUATION])}.")
     shape = _SHAPES[name]
     takes = list(inspect.signature(shape).parameters)[len(_GIVEN) :]
     unknown = [setting for setting in settings if setting not in takes]

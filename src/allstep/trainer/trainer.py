@@ -175,7 +175,7 @@ class Trainer(EvaluatingTrainer):
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
-            scaler=make_scaler(precision_of(args, os.environ), model, self.device, self.communicator, grid.global_batch_size),
+            scaler=make_scaler(precision_of(args), model, self.device, self.communicator, grid.global_batch_size),
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
             meter=Meter(self.sinks.step if self.world.is_main else None),

@@ -49,6 +49,7 @@ __all__ = [
 _ARGUMENTS_FILE = "training_args.json"
 _STATE_FILE = "trainer_state.json"
 _STATEFUL = ("optimizer", "scheduler", "scaler", "data")
+_OPTIONAL = ("scaler", "data")
 _GENERATORS = ("python", "numpy", "cpu")
 _Write = Callable[[Any, Path], None]
 
@@ -154,7 +155,7 @@ def read_state(folder: Path, state: TrainState, rank: int, world_size: int) -> R
         stateful={
             part: read_plain(folder / f"{part}.pt")
             for part in _STATEFUL
-            if getattr(state, part) is not None and (part != "data" or (folder / "data.pt").exists())
+            if getattr(state, part) is not None and (part not in _OPTIONAL or (folder / f"{part}.pt").exists())
         },
         trainer_state=read_json(folder / _STATE_FILE),
         training_args=arguments,

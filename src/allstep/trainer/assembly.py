@@ -24,6 +24,7 @@ from allstep.data.streams import StreamGrid, choose_split, length_of, shards_of,
 from allstep.ddp.sync import send_buffers
 from allstep.errors import ArgumentsError
 from allstep.report.record import RunReport
+from allstep.trainer.precision import precision_of
 from allstep.trainer.run import Run
 
 __all__ = ["default_collator", "make_feeds", "make_grid", "make_report", "order_line", "sums_in_order"]
@@ -63,6 +64,7 @@ def make_grid(
             said["what the sampler gives"] = hashlib.sha256(repr(given).encode()).hexdigest()
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
     said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
+    said["precision"] = precision_of(args)
     everyone = communicator.all_gather_object(said)
     for name, value in everyone[0].items():
         for rank, others in enumerate(everyone):

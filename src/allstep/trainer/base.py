@@ -20,7 +20,7 @@ from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, Trai
 from allstep.trainer.losses import LossFacts
 from allstep.trainer.metric_states import MetricState, check_metrics
 from allstep.trainer.models import bare, prepare_model
-from allstep.trainer.precision import autocast, warn_of_precision
+from allstep.trainer.precision import autocast, precision_line, set_numerics
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
 from allstep.trainer.verification import Verification
@@ -68,8 +68,7 @@ class TrainerBase:
         self.accelerator = Accelerator(self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device))
         """This process among the others, under the names of Hugging Face's accelerate."""
         seed_generators(self.args.seed)
-        if self.args.full_determinism:
-            torch.use_deterministic_algorithms(True)
+        set_numerics(self.args, os.environ)
         self._model_init = model_init
         self.model: nn.Module = bare(model) if model is not None else made(model_init)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -92,7 +91,8 @@ class TrainerBase:
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], self.args)
         self._set_state(TrainerState())
         self.sinks = make_sinks(self._output_dir, self.args.disable_tqdm, self.args.report_to, self.world.is_main)
-        warn_of_precision(self.args, os.environ)
+        if (line := precision_line(self.args)) is not None:
+            self.sinks.message(line)
         self.callback_handler.kwargs = {"model": self.model, "processing_class": processing_class, "eval_dataloader": None}
         self.callback_handler.call("on_init_end")
 

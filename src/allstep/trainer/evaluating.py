@@ -13,7 +13,7 @@ from allstep.trainer import evaluation
 from allstep.trainer.evaluation import EvalLoopOutput, Prediction, PredictionOutput
 from allstep.trainer.loading import LoadingTrainer
 from allstep.trainer.metrics import Metrics
-from allstep.trainer.precision import autocast
+from allstep.trainer.precision import autocast, evaluation_dtype
 from allstep.trainer.prediction import Predictor, summary
 
 __all__ = ["EvaluatingTrainer"]
@@ -132,6 +132,7 @@ class EvaluatingTrainer(LoadingTrainer):
             rounds=rounds,
             rows_by_inputs=source.gives_batches,
             main_input=getattr(model, "main_input_name", "input_ids"),
+            dtype=evaluation_dtype(args),
         )
         if not result.samples:
             raise DataError(

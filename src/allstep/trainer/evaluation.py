@@ -24,6 +24,7 @@ from allstep.data.stream_loader import StreamLoader
 from allstep.ddp.sync import send_buffers
 from allstep.trainer.exact_sum import ExactSum
 from allstep.trainer.gathering import gathered, in_order, outlined, to_numpy
+from allstep.trainer.precision import in_evaluation_dtype
 
 __all__ = [
     "EvalLoopOutput",
@@ -129,6 +130,7 @@ def evaluate(
     rounds: Rounds | None = None,
     rows_by_inputs: bool = False,
     main_input: str = "input_ids",
+    dtype: torch.dtype | None = None,
 ) -> EvaluationResult:
     """Collective. Run `predict` on this rank's batches, with the model in eval mode, and put all ranks' results together.
 
@@ -143,6 +145,7 @@ def evaluate(
         rounds: where every rank is to see every batch.
         rows_by_inputs: a feed's inputs tell how many samples they are, not its sample ids.
         main_input: name of the one that is kept where inputs are; all of them where there is none of that name.
+        dtype: what the model is cast to meanwhile; None for nothing.
 
     Raises:
         RankFailedError: another rank could not evaluate its part.
@@ -164,7 +167,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with preserved_generators(), torch.no_grad():
+        with preserved_generators(), torch.no_grad(), in_evaluation_dtype(model, dtype):
             if rounds is None:
                 with failing_together(communicator, "evaluating"):
                     for feed in feeds:

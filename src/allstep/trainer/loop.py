@@ -13,6 +13,8 @@ from allstep.trainer.decisions import EVALUATION_EVENTS, STEP_EVENTS, agree, fin
 from allstep.trainer.drift import check_drift, is_due
 from allstep.trainer.ledger import note_step
 from allstep.trainer.meter import StepResult
+from allstep.trainer.metric_schedulers import advance_by_metric
+from allstep.trainer.optimizers import resting, set_training
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.step import take_step
@@ -24,6 +26,7 @@ def train(run: Run, saver: Saver) -> None:
     """Take the steps of `run` that are still to be taken."""
     state = run.callbacks.state
     run.bare_model.train()
+    set_training(run.optimizer, True)
     run.optimizer.zero_grad(set_to_none=True)
     find_deciders(run)
     run.callbacks.call("on_train_begin")
@@ -40,6 +43,7 @@ def train(run: Run, saver: Saver) -> None:
     HERE.enter("the end of training")
     saver.finish()
     run.settle()
+    set_training(run.optimizer, False)
 
 
 def _goes_on(run: Run) -> bool:
@@ -110,7 +114,9 @@ def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
         _log(run, result)
         agree(run, ["on_log"])
     if control.should_evaluate:
-        if saver.note(_evaluate(run)) and run.args.save_strategy == "best":
+        metrics = _evaluate(run)
+        advance_by_metric(run.scheduler, metrics, run.args.metric_for_best_model, run.communicator)
+        if saver.note(metrics) and run.args.save_strategy == "best":
             control.should_save = True
         agree(run, EVALUATION_EVENTS)
     if control.should_save:
@@ -122,7 +128,7 @@ def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
 def save(run: Run, saver: Saver) -> None:
     """Collective. Write a checkpoint of where the run stands."""
     run.settle()
-    with run.meter.paused(), HERE.within("save"):
+    with run.meter.paused(), HERE.within("save"), resting(run.optimizer):
         check_drift(run)  # weights that differ are worth no checkpoint
         saver.save()
 
@@ -142,7 +148,7 @@ def _log(run: Run, result: StepResult) -> None:
 
 
 def _evaluate(run: Run) -> dict[str, float]:
-    with run.meter.paused():
+    with run.meter.paused(), resting(run.optimizer):
         metrics = run.evaluate()
     run.bare_model.train()
     return metrics

@@ -1,6 +1,5 @@
 """The part of a Trainer that makes optimizer and schedule, each open to be overridden."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -25,10 +24,8 @@ class OptimizingTrainer(TrainerBase):
         """
         self.create_optimizer()
         if self.lr_scheduler is None:
-            before = self.lr_scheduler
             self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
-            if self.lr_scheduler is not before:
-                self._made_scheduler = self.lr_scheduler
+            self._made_scheduler = self.lr_scheduler
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer that was not given, set `self.optimizer` to it and return it; override to make your own.
@@ -37,11 +34,9 @@ class OptimizingTrainer(TrainerBase):
             model: whose parameters are trained; None for the Trainer's.
         """
         if self.optimizer is None:
-            given = self.optimizer_cls_and_kwargs
             trained = self.model if model is None else model
-            if given is None and self._names_optimizer_itself:
-                given = self.get_optimizer_cls_and_kwargs(self.args, trained)
-            self.optimizer = make_optimizer(trained, self.args, given)
+            kind = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, trained)
+            self.optimizer = make_optimizer(trained, self.args, kind, self.get_decay_parameter_names(trained))
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -99,11 +94,6 @@ class OptimizingTrainer(TrainerBase):
         if self.optimizer is None:
             raise ValueError("There is no optimizer yet: it is made when training begins, or by create_optimizer().")
         return self.optimizer
-
-    @property
-    def _names_optimizer_itself(self) -> bool:
-        own = inspect.getattr_static(type(self), "get_optimizer_cls_and_kwargs")
-        return own is not inspect.getattr_static(OptimizingTrainer, "get_optimizer_cls_and_kwargs")
 
 
 def _as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from allstep.errors import ArgumentsError
 from allstep.report.ledger import Ledger
 from allstep.trainer.callbacks import CallbackHandler
 from allstep.trainer.meter import Meter
+from allstep.trainer.scaling import AgreedGradScaler
 
 __all__ = ["Plan", "Run"]
 
@@ -81,6 +82,8 @@ class Run:
     callbacks: CallbackHandler
     sums_in_order: bool
     """Whether gradients are summed in an order that does not depend on the number of ranks."""
+    scaler: AgreedGradScaler | None = None
+    """What scales the losses of a float16 run; None in others."""
     ledger: Ledger | None = None
     """What writes down every step; None for nobody."""
     weigh: Callable[[Any], float]

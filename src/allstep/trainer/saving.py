@@ -228,6 +228,7 @@ class Saver:
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,
             scheduler=run.scheduler if whole else None,
+            scaler=run.scaler if whole else None,
             data=run.feeds if whole and isinstance(run.feeds, StreamFeeds) else None,
             processing_class=self._processing_class,
             write_model=self._write_model,

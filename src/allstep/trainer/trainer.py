@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.comm.watchdog import HERE
@@ -24,11 +24,12 @@ from allstep.trainer.evaluating import EvaluatingTrainer
 from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.meter import Meter
-from allstep.trainer.models import wrap
-from allstep.trainer.optimizers import make_optimizer
+from allstep.trainer.models import in_training, wrap
+from allstep.trainer.optimizing import OptimizingTrainer
+from allstep.trainer.precision import precision_of
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
-from allstep.trainer.schedulers import make_scheduler
+from allstep.trainer.scaling import make_scaler
 from allstep.trainer.state import TrainerState
 from allstep.trainer.stopping import StopRequest, restarts, stop
 from allstep.trainer.verification import StopAfter
@@ -36,7 +37,7 @@ from allstep.trainer.verification import StopAfter
 __all__ = ["TrainOutput", "Trainer"]
 
 
-class Trainer(EvaluatingTrainer, KeepingTrainer):
+class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
     """Trains, evaluates and predicts, with one process or many: the same script under every launcher.
 
     Constructing a Trainer joins the job that this process was started for. Names and meanings of the arguments are those of
@@ -103,7 +104,7 @@ class Trainer(EvaluatingTrainer, KeepingTrainer):
         try:
             self.sinks.open(run.plan.max_steps, first_step)
             self.is_in_train = True
-            with StopRequest() as request:
+            with StopRequest() as request, in_training(self.model, self.args):
                 run.model.raise_hand_if(request.is_asked)
                 loop.train(run, saver)
                 if heed_late_signals(run, request.is_asked()):
@@ -178,6 +179,7 @@ class Trainer(EvaluatingTrainer, KeepingTrainer):
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
+            scaler=make_scaler(precision_of(args), model, self.device, self.communicator, grid.global_batch_size),
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
             training_step=self._step_of,
@@ -219,32 +221,18 @@ class Trainer(EvaluatingTrainer, KeepingTrainer):
             self.sinks.message(
                 f"{state.skipped_steps} of {state.global_step} steps were left out, as their gradients were not finite"
             )
-        return TrainOutput(state.global_step, state.run.mean, {**metrics, "epoch": state.epoch}, report)
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and the schedule that were not given; override to make your own."""
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model, self.args)
-        if self.lr_scheduler is None:
-            self.lr_scheduler = make_scheduler(
-                self.args.lr_scheduler_type,
-                self.optimizer,
-                self.args.get_warmup_steps(num_training_steps),
-                num_training_steps,
-                **_as_dict(self.args.lr_scheduler_kwargs),
-            )
-            self._made_scheduler = self.lr_scheduler
+        output = TrainOutput(state.global_step, state.run.mean, metrics)
+        output.report = report
+        return output
 
 
-class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns, on every rank."""
-
+class _TrainOutput(NamedTuple):
     global_step: int
     training_loss: float
     metrics: dict[str, float]
+
+
+class TrainOutput(_TrainOutput):
+    """What `Trainer.train` returns, on every rank: three values, and what the run amounted to as `report`."""
+
     report: RunReport
-
-
-def _as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
-    assert not isinstance(value, str)  # JSON became a dict when the arguments were checked
-    return value or {}

@@ -104,7 +104,7 @@ class _Turn:
             assert summed is not None
             run.model.weigh(self._total, summed)
         HERE.enter("backward")
-        backward(loss, self._weight)
+        backward(loss, self._weight if run.scaler is None else self._weight * run.scaler.factor)
 
     def _note(self, loss: torch.Tensor, weight: float) -> None:
         feed, ledger = self._feed, self._run.ledger

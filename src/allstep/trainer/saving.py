@@ -191,7 +191,10 @@ class Saver:
         self._record.resumed_from(folder)
         steps = run.grid.steps_per_epoch or sys.maxsize  # without a length: still in the first pass
         position = saved.position or DataPosition.after(state.global_step, steps)
-        run.position = state.position = self._placed(position, saved.global_batch_size, folder)
+        position = self._placed(position, saved.global_batch_size, folder)
+        if run.args.ignore_data_skip:
+            position = DataPosition(epoch=position.epoch)
+        run.position = state.position = position
         run.model.check_consistency(run.optimizer)
         return _went_on(folder, saved, run)
 

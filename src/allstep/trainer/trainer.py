@@ -63,20 +63,37 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             the first of each row where the model shifts them), else the samples.
     """
 
-    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None) -> "TrainOutput":
+    _ignored_in_evaluations: list[str] | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        *,
+        model_path: str | None = None,
+    ) -> "TrainOutput":
         """Collective. Train to the end and return the mean loss and the numbers of the run.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
                 or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
                 failure goes on from its own newest one where this is None or False.
+            trial: None; there is no search of hyper-parameters here.
+            ignore_keys_for_eval: keys of the model's outputs that evaluations during training leave out.
+            model_path: the older name of `resume_from_checkpoint`.
 
         Raises:
+            TypeError: a trial was given.
             DataError: there is nothing to train on.
             CheckpointError: `output_dir` cannot be written, or the checkpoint cannot be read.
             RankFailedError: another rank failed.
         """
         began = time.perf_counter()
+        if trial is not None:
+            raise TypeError("train(trial=...) is for a search of hyper-parameters, which is not supported; leave it out.")
+        resume_from_checkpoint = resume_from_checkpoint or model_path
+        self._ignored_in_evaluations = ignore_keys_for_eval
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
@@ -188,7 +205,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             say=self.sinks.message,
             log=self.log,
             save=self._checkpoint,
-            evaluate=self.evaluate,
+            evaluate=self._evaluate,
         )
         self.callback_handler.kwargs |= {
             "model": model,
@@ -205,6 +222,12 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             self.sinks.message(line)
         run.ledger = open_ledger(run, self._output_dir, with_rows=self._verification is not None)
         return run, saver
+
+    def _evaluate(self) -> dict[str, float]:
+        """`evaluate`, for the loop; an override may have fewer parameters, and return nothing."""
+        ignored = self._ignored_in_evaluations
+        metrics: dict[str, float] | None = self.evaluate(**({} if ignored is None else {"ignore_keys": ignored}))
+        return metrics or {}
 
     def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":
         state = self.state

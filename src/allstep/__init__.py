@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # as typing's, which takes longer to import than all that
 if TYPE_CHECKING:
     from allstep.argument_parser import ArgumentParser
     from allstep.arguments import TrainingArguments
+    from allstep.arguments_seq2seq import Seq2SeqTrainingArguments
     from allstep.comm.agreement import all_ranks_agree
     from allstep.comm.process_group import join, leave
     from allstep.ddp.module import DistributedDataParallel
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
     from allstep.environment import WorkerEnvironment
     from allstep.notebook import notebook_launcher
     from allstep.trainer.callbacks import TrainerCallback
+    from allstep.trainer.seq2seq import Seq2SeqTrainer
     from allstep.trainer.trainer import Trainer
 
 _HOMES = {
     "ArgumentParser": "allstep.argument_parser",
     "DistributedDataParallel": "allstep.ddp.module",
+    "Seq2SeqTrainer": "allstep.trainer.seq2seq",
+    "Seq2SeqTrainingArguments": "allstep.arguments_seq2seq",
     "SyncBatchNorm": "allstep.ddp.sync_batchnorm",
     "Trainer": "allstep.trainer.trainer",
     "TrainerCallback": "allstep.trainer.callbacks",
@@ -34,6 +38,8 @@ _HOMES = {
 __all__ = [
     "ArgumentParser",
     "DistributedDataParallel",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "SyncBatchNorm",
     "Trainer",
     "TrainerCallback",

@@ -128,7 +128,7 @@ class TrainingArguments(SettableArguments, metaclass=ArgumentsMeta):
         """
         source = os.fspath(path_or_text)
         is_text = "\n" in source or ": " in source
-        return cls(**(read_yaml(source, "The text") if is_text else read_arguments_file(source)))
+        return cls(**(read_yaml(source, "The text") if is_text else read_arguments_file(source, kind="YAML")))
 
     @classmethod
     def from_transformers(cls: type[_Arguments], args: Any) -> _Arguments:

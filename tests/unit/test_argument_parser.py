@@ -218,9 +218,9 @@ def test_words_of_this_process_are_the_default(monkeypatch: pytest.MonkeyPatch) 
 
 def test_unknown_options_end_the_program_with_close_names(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser(Model, TrainingArguments, prog="train.py")
-    message = error_of(parser, ["--learnin-rate", "1", "--evaluation_strategy=steps", "--widht", "3"], capsys)
+    message = error_of(parser, ["--learnin-rate", "1", "--lr=3", "--widht", "3"], capsys)
     assert "'learnin_rate': did you mean learning_rate?" in message
-    assert "'evaluation_strategy': write eval_strategy" in message
+    assert "'lr': write learning_rate" in message
     assert "'widht': did you mean width?" in message
     assert "train.py" in message
 
@@ -230,7 +230,7 @@ def test_no_prefix_of_an_option_is_taken_for_it(capsys: pytest.CaptureFixture[st
 
 
 def test_advice_on_hugging_face_names_is_kept_to_training_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "bf16" not in error_of(ArgumentParser(Model), ["--fp16"], capsys)
+    assert "learning_rate" not in error_of(ArgumentParser(Model), ["--lr", "1"], capsys)
 
 
 def test_a_word_that_is_no_option_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,8 +269,8 @@ def test_a_default_for_a_name_that_is_no_option_is_a_type_error() -> None:
     assert parser.parse_args_into_dataclasses([])[2].corpus == "books"
     with pytest.raises(TypeError, match="the parser has no such argument:\n  'widht': did you mean width"):
         parser.set_defaults(widht=3)
-    with pytest.raises(TypeError, match="'evaluation_strategy': write eval_strategy"):
-        parser.set_defaults(evaluation_strategy="steps")
+    with pytest.raises(TypeError, match="'lr': write learning_rate"):
+        parser.set_defaults(lr=1.0)
 
 
 def test_arguments_that_cannot_hold_together_end_the_program(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,3 +329,88 @@ def test_annotation_without_a_spelling_is_refused_by_name() -> None:
 def test_a_class_that_is_no_dataclass_is_refused() -> None:
     with pytest.raises(ArgumentsError, match="is not a dataclass"):
         ArgumentParser(Path)
+
+
+def test_earlier_names_are_options_that_help_does_not_show() -> None:
+    parser = ArgumentParser(Model, TrainingArguments)
+    assert "--evaluation_strategy" not in parser.format_help()
+    words = "--evaluation_strategy epoch --no_cuda --warmup-ratio 0.1 --per_gpu_train_batch_size 2 --local_rank 3"
+    with pytest.warns(FutureWarning, match="is an argument of earlier versions") as caught:
+        _, args = parser.parse_args_into_dataclasses(words.split())
+    assert len(caught) == 4
+    expected = TrainingArguments(eval_strategy="epoch", use_cpu=True, warmup_steps=0.1, per_device_train_batch_size=2)
+    assert args == expected
+    with pytest.warns(FutureWarning, match="no_cuda"):
+        assert parser.parse_dict({"no_cuda": True})[1].use_cpu
+
+
+def test_an_earlier_name_that_another_dataclass_has_is_its_own() -> None:
+    other = make_dataclass("Other", [("logging_dir", str, "here")])
+    found, args = ArgumentParser(other, TrainingArguments).parse_args_into_dataclasses(["--logging_dir", "there"])
+    assert found.logging_dir == "there"
+    assert args == TrainingArguments()
+
+
+def test_a_choice_with_true_and_false_reads_as_a_switch() -> None:
+    parser = ArgumentParser(TrainingArguments)
+    for words, value in (
+        ("--deterministic_reduction", True),
+        ("--deterministic_reduction true", True),
+        ("--deterministic_reduction False", False),
+        ("--deterministic_reduction auto", "auto"),
+    ):
+        assert parser.parse_args_into_dataclasses(words.split())[0].deterministic_reduction is value
+
+
+def test_aliases_and_choices_of_a_field_are_taken_from_its_metadata(capsys: pytest.CaptureFixture[str]) -> None:
+    about = {"aliases": ["-w", "--breadth"], "choices": [1, 2], "help": "How wide."}
+    other = make_dataclass("Other", [("width", int, field(default=1, metadata=about))])
+    assert ArgumentParser(other).parse_args_into_dataclasses(["-w", "2"])[0].width == 2
+    assert ArgumentParser(other).parse_args_into_dataclasses(["--breadth=2"])[0].width == 2
+    assert "invalid choice: 3" in error_of(ArgumentParser(other), ["--width", "3"], capsys)
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.yaml", "run.yml"])
+def test_a_file_of_arguments_stands_before_the_options(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    values = {"name": "me", "size": 5, "numbers": [7], "on": False, "table": {"a": 1}}
+    path.write_text(json.dumps(values))  # which is YAML as well
+    (found,) = ArgumentParser(Everything).parse_args_into_dataclasses([str(path), "--size", "6"])
+    assert found == Everything("me", size=6, numbers=[7], on=False, table={"a": 1})
+
+
+def test_a_file_of_arguments_that_cannot_be_read_ends_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "none.yaml" in error_of(ArgumentParser(Model), [str(tmp_path / "none.yaml")], capsys)
+    path = tmp_path / "run.json"
+    path.write_text('{"widht": 3}')
+    assert "'widht': did you mean width" in error_of(ArgumentParser(Model), [str(path)], capsys)
+
+
+def test_yaml_file_fills_the_dataclasses(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("width: 7\nlearning_rate: 5e-5\neval_strategy: no\n")
+    model, args = ArgumentParser(Model, TrainingArguments).parse_yaml_file(path)
+    assert (model, args) == (Model(7), TrainingArguments())
+
+
+def test_files_of_words_are_read_before_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.args").write_text("--width 2\n--depth 3\n")
+    (tmp_path / "more.args").write_text("--depth 4")
+    Both = make_dataclass("Both", [("width", int, 1), ("depth", int, 1)])
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "train.py"), "--width", "5"])
+    parser = ArgumentParser(Both)
+
+    def read(*words: str, **how: Any) -> tuple[int, int]:
+        (found,) = parser.parse_args_into_dataclasses(list(words), **how)
+        return found.width, found.depth
+
+    assert parser.parse_args_into_dataclasses() == (Both(5, 3),)
+    assert read() == (2, 3)
+    assert read(look_for_args_file=False) == (1, 1)
+    assert read(args_filename=tmp_path / "more.args") == (1, 4)
+    assert read("--args", str(tmp_path / "more.args"), "--width", "7", args_file_flag="--args") == (7, 4)
+    with pytest.raises(SystemExit):
+        read(args_filename=tmp_path / "none.args")
+    assert "none.args cannot be read" in capsys.readouterr().err

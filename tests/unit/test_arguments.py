@@ -1,9 +1,11 @@
 """TrainingArguments: drop-in names, one checked form, and messages that say what to write."""
 
+import abc
 import copy
 import dataclasses
 import inspect
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -18,32 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allstep._arguments.choices import OPTIMIZERS_REFUSED
 from allstep._arguments.names import ELSEWHERE
+from allstep._arguments.old_names import OLD_NAMES
+from allstep._arguments.standing import REFUSED
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
 
-HUGGING_FACE_FIELDS = """
-    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
-    lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
-    optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm label_smoothing_factor
-    bf16 fp16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs
-    gradient_checkpointing gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
-    use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size
-    logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
-    include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
-    trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size
-    prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
-    include_for_metrics batch_eval_metrics save_only_model save_strategy save_steps save_on_each_node save_total_limit
-    enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
-    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu accelerator_config
-    parallelism_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
-    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
-    remove_unused_columns label_names train_sampling_strategy length_column_name ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug
-    skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
-"""
-"""The 114 fields of TrainingArguments in transformers 5.24.0."""
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -71,49 +54,6 @@ def refused(**kwargs: Any) -> str:
 
 # ---- names
 
-OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
-OURS |= {"ddp_wait_warning", "ddp_drift_check_steps", "ddp_drift_action", "nonfinite_gradients"}
-OURS |= {"save_in_background", "save_failure"}
-"""Arguments that Hugging Face does not have."""
-
-
-def test_defaults_are_those_of_hugging_face() -> None:
-    expected = {
-        "output_dir": "trainer_output",
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "num_train_epochs": 3.0,
-        "max_steps": -1,
-        "learning_rate": 5e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "optim": "adamw_torch_fused",
-        "weight_decay": 0.0,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "adam_epsilon": 1e-8,
-        "max_grad_norm": 1.0,
-        "seed": 42,
-        "ddp_timeout": 1800,
-        "logging_strategy": "steps",
-        "logging_steps": 500,
-        "report_to": [],
-        "eval_strategy": "no",
-        "eval_delay": 0,
-        "include_for_metrics": [],
-        "save_strategy": "steps",
-        "save_steps": 500,
-        "dataloader_num_workers": 0,
-    }
-    expected |= dict.fromkeys(("dataloader_pin_memory", "remove_unused_columns"), True)
-    expected |= dict.fromkeys(("do_train", "do_eval", "do_predict", "bf16", "full_determinism", "use_cpu"), False)
-    expected |= dict.fromkeys(("logging_first_step", "eval_on_start", "prediction_loss_only", "save_only_model"), False)
-    expected |= dict.fromkeys(("batch_eval_metrics", "auto_find_batch_size"), False)
-    expected |= dict.fromkeys(("load_best_model_at_end", "dataloader_drop_last", "dataloader_persistent_workers"), False)
-    found = TrainingArguments().to_dict()
-    assert {name: value for name, value in found.items() if value is not None and name not in OURS} == expected
-
 
 def test_output_dir_is_the_only_positional_argument() -> None:
     assert TrainingArguments("runs/one").output_dir == "runs/one"
@@ -124,12 +64,8 @@ def test_output_dir_is_the_only_positional_argument() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("evaluation_strategy", "write eval_strategy"),
-        ("warmup_ratio", "write warmup_steps=0.1"),
-        ("no_cuda", "write use_cpu=True"),
-        ("fp16", "write bf16=True"),
-        ("fsdp", "another engine"),
-        ("torch_compile", "not supported yet"),
+        ("lr", "write learning_rate"),
+        ("predict_with_generate", "it is an argument of Seq2SeqTrainingArguments"),
         ("learnin_rate", "did you mean learning_rate"),
         ("xyzzy", "no argument has a name like it"),
     ],
@@ -141,27 +77,19 @@ def test_unknown_name_is_a_type_error_with_advice(name: str, advice: str) -> Non
 
 def test_all_unknown_names_are_reported_together() -> None:
     with pytest.raises(TypeError) as error:
-        TrainingArguments(evaluation_strategy="steps", warmup_ratio=0.1, max_steps=5)  # type: ignore[call-arg]
-    assert "'evaluation_strategy'" in str(error.value)
-    assert "'warmup_ratio'" in str(error.value)
+        TrainingArguments(lr=1e-3, epochs=2, max_steps=5)  # type: ignore[call-arg]
+    assert "'lr'" in str(error.value)
+    assert "'epochs'" in str(error.value)
     assert "max_steps" not in str(error.value)
 
 
 def test_no_name_of_the_advice_table_is_an_argument_and_each_advised_name_is() -> None:
     fields = {each.name for each in dataclasses.fields(TrainingArguments)}
-    assert not fields & ELSEWHERE.keys()
-    for advice in ELSEWHERE.values():
+    assert not fields & (ELSEWHERE.keys() | OLD_NAMES.keys())
+    for advice in [*ELSEWHERE.values(), *(old.advice for old in OLD_NAMES.values())]:
         if advice.startswith("write "):
             name = advice.removeprefix("write ").split("=")[0].split(",")[0]
             assert name in fields, advice
-
-
-def test_every_hugging_face_field_is_an_argument_or_explained() -> None:
-    listed = HUGGING_FACE_FIELDS.split()
-    assert len(set(listed)) == 114
-    fields = {each.name for each in dataclasses.fields(TrainingArguments)}
-    assert not set(listed) - fields - ELSEWHERE.keys()
-    assert fields - set(listed) == OURS
 
 
 def test_help_and_editors_see_the_arguments() -> None:
@@ -185,8 +113,15 @@ def test_subclass_as_dataclass_adds_arguments_and_keeps_the_advice() -> None:
 def test_subclass_with_its_own_init_works() -> None:
     args = OwnInit(2.0, max_steps=3)
     assert (args.scale, args.max_steps) == (2.0, 3)
-    with pytest.raises(TypeError, match="evaluation_strategy"):
-        OwnInit(2.0, evaluation_strategy="steps")
+    with pytest.raises(TypeError, match="OwnInit has no such argument:\n  'lr'"):
+        OwnInit(2.0, lr=1.0)
+
+
+def test_a_subclass_may_be_abstract() -> None:
+    class Kept(TrainingArguments, abc.ABC):
+        pass
+
+    assert Kept(max_steps=3).max_steps == 3
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
@@ -272,10 +207,29 @@ def test_every_problem_is_in_one_message() -> None:
         {"dataloader_prefetch_factor": 0},
         {"label_names": "labels"},
         {"include_for_metrics": ["outputs"]},
-        {"report_to": ["wandb"]},
+        {"report_to": ["comet_ml"]},
         {"output_dir": ""},
         {"run_name": 3},
         {"disable_tqdm": "no"},
+        {"optim_args": "momentum"},
+        {"label_smoothing_factor": 1.5},
+        {"neftune_noise_alpha": -1},
+        {"fp16": "true"},
+        {"tf32": 1},
+        {"torch_compile_backend": ""},
+        {"torch_empty_cache_steps": 0},
+        {"eval_accumulation_steps": 0},
+        {"include_num_input_tokens_seen": "padding"},
+        {"log_level": "loud"},
+        {"log_level_replica": 30},
+        {"train_sampling_strategy": "shuffled"},
+        {"length_column_name": ""},
+        {"dataloader_multiprocessing_context": "thread"},
+        {"debug": ["tpu_metrics_debug"]},
+        {"accelerator_config": "[1]"},
+        {"trackio_static_space_id": True},
+        {"hub_strategy": "never"},
+        {"optim": ["sgd"]},
     ],
     ids=str,
 )
@@ -310,6 +264,17 @@ def test_value_of_a_wrong_kind_is_refused_by_name(kwargs: dict[str, Any]) -> Non
         (
             {"gradient_checkpointing_kwargs": {"a": 1}, "activation_checkpointing_kwargs": {"a": 2}},
             "Write activation_checkpointing_kwargs only",
+        ),
+        ({"fp16": True, "bf16": True}, "fp16=True and bf16=True: expected one of them"),
+        ({"fp16_full_eval": True, "bf16_full_eval": True}, "Write bf16_full_eval=True"),
+        ({"lr_scheduler_type": "greedy"}, 'lr_scheduler_type="greedy" with eval_strategy="no": expected evaluations'),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches=True: expected False, as per_device_train_batch_size"),
+        ({"accelerator_config": '{"dispatch_batches": true}'}, "dispatch_batches=True: expected False, as every rank reads"),
+        ({"accelerator_config": {"even_batch": True}}, "accelerator_config has 'even_batch': expected even_batches"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": 2}}, "Write gradient_accumulation_steps instead"),
+        (
+            {"gradient_accumulation_steps": 4, "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "num_steps=2, and gradient_accumulation_steps=4: expected one number",
         ),
         (
             {"global_batch_size": 20, "per_device_train_batch_size": 8},
@@ -347,6 +312,11 @@ def test_arguments_that_contradict_one_another_are_refused(kwargs: dict[str, Any
         {"max_grad_norm": 0},
         {"report_to": []},
         {"report_to": "tensorboard"},
+        {"report_to": ["wandb", "mlflow", "trackio"]},
+        {"optim": "lion_8bit", "optim_args": "percentile_clipping=5"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+        {"fsdp": "", "deepspeed": None, "push_to_hub": False, "hub_model_id": "me/model", "hub_token": "secret"},
+        {"accelerator_config": {"split_batches": False, "dispatch_batches": None, "even_batches": True}},
         {"report_to": ["all"]},
         {"ddp_backend": "some_registered_backend"},
         {"global_batch_size": 64, "per_device_train_batch_size": 16, "deterministic_reduction": True},
@@ -429,10 +399,245 @@ def test_json_that_is_no_object_or_has_unknown_names_is_refused(tmp_path: Path) 
         TrainingArguments.from_json('{"max_step": 3}')
 
 
+def test_yaml_is_read_by_the_rules_of_yaml_1_2(tmp_path: Path) -> None:
+    text = "learning_rate: 5e-5\neval_strategy: no\nbf16: true\nmax_steps: 10\nlr_scheduler_kwargs: {num_cycles: 2}\n"
+    expected = TrainingArguments(learning_rate=5e-5, bf16=True, max_steps=10, lr_scheduler_kwargs={"num_cycles": 2})
+    path = tmp_path / "arguments.yaml"
+    path.write_text(text)
+    assert TrainingArguments.from_yaml(text) == TrainingArguments.from_yaml(path) == expected
+    assert TrainingArguments.from_yaml(str(path)) == expected
+    with pytest.raises(ArgumentsError, match="The text is not YAML"):
+        TrainingArguments.from_yaml("a: [\n")
+    path.write_text("- 1\n")
+    with pytest.raises(ArgumentsError, match=r"arguments\.yaml holds a YAML list"):
+        TrainingArguments.from_yaml(path)
+
+
+def test_secrets_are_not_written_down() -> None:
+    args = TrainingArguments(hub_token="secret")
+    assert "secret" not in repr(args) + str(args.to_dict()) + args.to_json_string() + str(args.to_sanitized_dict())
+    assert args.to_dict()["hub_token"] == "<HUB_TOKEN>"
+    assert args.hub_token == "secret"
+
+
+def test_sanitized_values_are_numbers_and_texts() -> None:
+    values = TrainingArguments(lr_scheduler_kwargs={"num_cycles": 2}, per_device_eval_batch_size=3).to_sanitized_dict()
+    assert {type(value) for value in values.values()} == {bool, int, float, str}
+    assert (values["train_batch_size"], values["eval_batch_size"]) == (8, 3)
+    assert values["lr_scheduler_kwargs"] == "{'num_cycles': 2}"
+
+
 def test_to_dict_holds_copies_of_what_the_object_holds() -> None:
     args = TrainingArguments(lr_scheduler_kwargs={"num_cycles": 2})
     args.to_dict()["lr_scheduler_kwargs"]["num_cycles"] = 3
     assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+def test_new_fields_come_in_one_form() -> None:
+    args = TrainingArguments(
+        debug="underflow_overflow", include_num_input_tokens_seen=True, torch_compile_mode="max-autotune", eval_delay=None
+    )
+    assert (args.debug, args.include_num_input_tokens_seen, args.torch_compile, args.eval_delay) == (
+        ["underflow_overflow"],
+        "all",
+        True,
+        0,
+    )
+    assert TrainingArguments(torch_compile_backend="eager").torch_compile
+    assert TrainingArguments(report_to=None).report_to == []
+    assert TrainingArguments(lr_scheduler_type="greedy", eval_strategy="epoch").metric_for_best_model == "loss"
+
+
+def test_accelerators_configuration_is_read_from_all_its_forms(tmp_path: Path) -> None:
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"even_batches": False, "gradient_accumulation_kwargs": {"num_steps": 4}}
+
+    path = tmp_path / "accelerator.json"
+    path.write_text(json.dumps(Config().to_dict()))
+    for given in (Config(), Config().to_dict(), json.dumps(Config().to_dict()), path, str(path)):
+        args = TrainingArguments(accelerator_config=given)
+        assert args.gradient_accumulation_steps == 4
+        assert args.accelerator_config == Config().to_dict()
+
+
+def test_what_is_asked_for_and_changes_nothing_is_said() -> None:
+    with pytest.warns(UserWarning) as caught:
+        TrainingArguments(
+            average_tokens_across_devices=False,
+            dataloader_in_order=False,
+            accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        )
+    assert [str(each.message).partition(":")[0] for each in caught] == [
+        "average_tokens_across_devices=False changes nothing",
+        "dataloader_in_order=False changes nothing",
+        "sync_each_batch=True changes nothing",
+    ]
+    assert {each.filename for each in caught} == {__file__}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_done_here_is_refused_with_a_way_out(name: str) -> None:
+    for value in REFUSED[name].harmless:
+        TrainingArguments(**{name: value})
+    message = refused(**{name: True})
+    assert f"  {name}=True: expected {REFUSED[name].harmless[0]}, as " in message
+    assert "leave it out" in message
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS_REFUSED)
+def test_an_optimizer_that_is_not_supported_is_refused_with_a_way_out(name: str) -> None:
+    assert f"optim='{name}': expected another optimizer, as {OPTIMIZERS_REFUSED[name]}." in refused(optim=name)
+
+
+# ---- earlier names
+
+
+@pytest.mark.filterwarnings("ignore:.*is an argument of earlier versions:FutureWarning")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"evaluation_strategy": "epoch"}, {"eval_strategy": "epoch"}),
+        ({"evaluation_strategy": None}, {}),
+        ({"evaluate_during_training": True}, {"eval_strategy": "steps"}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+        ({"warmup_ratio": 0.0}, {}),
+        ({"no_cuda": True}, {"use_cpu": True}),
+        ({"per_gpu_train_batch_size": 2, "per_gpu_eval_batch_size": None}, {"per_device_train_batch_size": 2}),
+        ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}),
+        ({"group_by_length": False, "adafactor": False}, {}),
+        ({"adafactor": True}, {"optim": "adafactor"}),
+        ({"include_inputs_for_metrics": True}, {"include_for_metrics": ["inputs"]}),
+        ({"include_tokens_per_second": True}, {"include_num_input_tokens_seen": "all"}),
+        ({"torchdynamo": "eager"}, {"torch_compile_backend": "eager"}),
+        ({"push_to_hub_model_id": "me/model", "push_to_hub_organization": "us"}, {"hub_model_id": "me/model"}),
+        ({"overwrite_output_dir": True, "logging_dir": "logs", "save_safetensors": False, "use_mps_device": True}, {}),
+        ({"half_precision_backend": "auto", "fp16_opt_level": "O1", "past_index": -1, "tpu_num_cores": None}, {}),
+    ],
+    ids=str,
+)
+def test_an_earlier_name_says_what_it_said(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert TrainingArguments(**old) == TrainingArguments(**new)
+    assert MyArguments(extra=2, **old) == MyArguments(extra=2, **new)
+    assert vars(OwnInit(2.0, **old)) == vars(OwnInit(2.0, **new)) | {
+        name: value for name, value in old.items() if OLD_NAMES[name].now is None
+    }
+
+
+def test_an_earlier_name_warns_once_at_the_line_of_the_script() -> None:
+    class Further(MyArguments):
+        def __init__(self) -> None:
+            super().__init__(evaluation_strategy="epoch")  # type: ignore[call-arg]
+
+    for make in (
+        lambda: TrainingArguments(evaluation_strategy="epoch"),  # type: ignore[call-arg]
+        lambda: MyArguments(evaluation_strategy="epoch"),  # type: ignore[call-arg]
+        lambda: OwnInit(1.0, evaluation_strategy="epoch"),
+        Further,
+    ):
+        with pytest.warns(FutureWarning) as caught:
+            assert make().eval_strategy == "epoch"
+        (warning,) = caught
+        assert str(warning.message) == "evaluation_strategy='epoch' is an argument of earlier versions: write eval_strategy."
+        assert warning.filename == __file__
+
+
+def test_two_names_of_one_argument_are_refused_together() -> None:
+    with pytest.raises(ArgumentsError) as error:
+        TrainingArguments(no_cuda=True, use_cpu=False, eval_strategy="no", evaluation_strategy="epoch")  # type: ignore[call-arg]
+    assert "  no_cuda=True and use_cpu=False: expected one of them" in str(error.value)
+    assert "  evaluation_strategy='epoch' and eval_strategy='no': expected one of them" in str(error.value)
+    assert "Write eval_strategy only." in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "sentence"),
+    [
+        ({"sharded_ddp": "simple"}, "sharded_ddp='simple': expected nothing, another engine's switch"),
+        ({"tpu_num_cores": 8}, "TPUs are not supported; leave it out"),
+        ({"jit_mode_eval": True}, "write torch_compile=True"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio=1.0: expected a share of all steps below 1"),
+    ],
+    ids=str,
+)
+def test_an_earlier_name_that_cannot_be_followed_is_refused(old: dict[str, Any], sentence: str) -> None:
+    assert sentence in refused(**old)
+
+
+@pytest.mark.filterwarnings("ignore:.*is an argument of earlier versions:FutureWarning")
+def test_earlier_names_can_be_read() -> None:
+    args = TrainingArguments("out", overwrite_output_dir=True, logging_dir="logs")  # type: ignore[call-arg]
+    assert (args.overwrite_output_dir, args.logging_dir) == (True, "logs")
+    args = TrainingArguments("out", eval_strategy="epoch", warmup_steps=0.1)
+    assert (args.overwrite_output_dir, args.logging_dir, args.evaluation_strategy) == (False, "out/runs", "epoch")
+    assert (args.no_cuda, args.warmup_ratio, args.group_by_length, args.save_safetensors) == (False, 0.1, False, True)
+    assert not hasattr(args, "sharded_ddp")
+    assert not hasattr(args, "no_such_name")
+    assert copy.deepcopy(args) == args
+
+
+def test_a_field_of_a_subclass_may_have_an_earlier_name() -> None:
+    @dataclass
+    class Own(TrainingArguments):
+        logging_dir: str = "mine"
+
+    assert Own().logging_dir == "mine"
+    assert Own(logging_dir="yours").logging_dir == "yours"
+
+
+# ---- setters
+
+
+def test_setters_set_a_group_and_can_be_chained() -> None:
+    args = TrainingArguments("out")
+    same = (
+        args.set_training(learning_rate=1e-3, batch_size=2, gradient_checkpointing=True)
+        .set_evaluate("epoch", batch_size=4, accumulation_steps=3)
+        .set_save("epoch", total_limit=2)
+        .set_logging("steps", steps=5, report_to="tensorboard")
+        .set_optimizer("sgd", learning_rate=0.1, args="momentum=0.9")
+        .set_lr_scheduler("cosine", max_steps=10, warmup_steps=0.5)
+        .set_dataloader(train_batch_size=6, num_workers=1, sampler_seed=3)
+        .set_testing(batch_size=9)
+    )
+    assert same is args
+    expected = TrainingArguments(
+        "out",
+        do_train=True,
+        do_predict=True,
+        gradient_checkpointing=True,
+        activation_checkpointing=True,
+        eval_strategy="epoch",
+        eval_steps=500,
+        per_device_eval_batch_size=9,
+        eval_accumulation_steps=3,
+        save_strategy="epoch",
+        save_total_limit=2,
+        logging_steps=5,
+        report_to="tensorboard",
+        logging_nan_inf_filter=False,
+        log_on_each_node=False,
+        log_level_replica="passive",
+        optim="sgd",
+        learning_rate=0.1,
+        optim_args="momentum=0.9",
+        lr_scheduler_type="cosine",
+        max_steps=10,
+        warmup_steps=0.5,
+        per_device_train_batch_size=6,
+        dataloader_num_workers=1,
+        data_seed=3,
+    )
+    assert args == expected
+
+
+def test_a_setter_that_is_refused_changes_nothing() -> None:
+    args = TrainingArguments("out")
+    with pytest.raises(ArgumentsError, match="save_steps=0"):
+        args.set_save("steps", steps=0, total_limit=3)
+    with pytest.raises(ArgumentsError, match="push_to_hub=True: expected False, as nothing is uploaded"):
+        args.set_push_to_hub("me/model")
+    assert args == TrainingArguments("out")
 
 
 # ---- derived
@@ -454,6 +659,39 @@ def test_rank_and_world_size_are_read_from_the_launcher(monkeypatch: pytest.Monk
     assert (args.world_size, args.process_index, args.local_process_index, args.local_rank) == (4, 3, 1, 1)
     assert not args.should_log
     assert not args.should_save
+    assert args.parallel_mode.value == "distributed"
+    assert TrainingArguments(local_rank=7).local_rank == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert args.should_log  # rank 0 of the second host
+    assert not TrainingArguments(log_on_each_node=False).should_log
+
+
+def test_log_level_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert TrainingArguments().get_process_log_level() == logging.WARNING
+    assert TrainingArguments(log_level="info").get_process_log_level() == logging.INFO
+    for name, value in zip(LAUNCH_VARIABLES, ("1", "2", "1", "2", "localhost", "1234"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert TrainingArguments(log_level="info", log_level_replica="error").get_process_log_level() == logging.ERROR
+
+
+def test_the_device_of_a_process_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    args = TrainingArguments(use_cpu=True)
+    assert (str(args.device), args.n_gpu, args._n_gpu) == ("cpu", 0, 0)
+    assert args.parallel_mode == "not_parallel"
+
+
+def test_precision_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert TrainingArguments().mixed_precision == "no"
+    assert TrainingArguments(bf16=True).mixed_precision == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert TrainingArguments().mixed_precision == "bf16"
+    assert TrainingArguments(fp16=True).mixed_precision == "fp16"
 
 
 def test_sizes_and_times() -> None:

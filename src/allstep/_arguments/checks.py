@@ -14,6 +14,7 @@ from typing import Any
 from allstep._arguments.choices import SCHEDULES_BY_EVALUATION
 from allstep._arguments.kinds import DICTIONARIES, is_number, is_whole, wrong_kinds
 from allstep._arguments.rules import broken_together
+from allstep._arguments.standing import NOTHING_TO_DO
 
 __all__ = ["normalise", "notices", "problems"]
 
@@ -55,14 +56,11 @@ def problems(values: Mapping[str, Any]) -> list[str]:
 
 def notices(values: Mapping[str, Any]) -> list[str]:
     """What was asked for and changes nothing here, in arguments without problems: one sentence each."""
-    said = []
-    if not values["average_tokens_across_devices"]:
-        said.append("average_tokens_across_devices=False: losses weigh by the tokens of all ranks all the same.")
-    if not values["dataloader_in_order"]:
-        said.append("dataloader_in_order=False: batches come in the order of the samples all the same.")
+    always = ("average_tokens_across_devices", "dataloader_in_order")
+    said = [f"{name}=False changes nothing: {NOTHING_TO_DO[name]}." for name in always if not values[name]]
     accumulation = (values["accelerator_config"] or {}).get("gradient_accumulation_kwargs") or {}
     if accumulation.get("sync_each_batch"):
-        said.append("accelerator_config: sync_each_batch=True: gradients are reduced once a step, to the same sums.")
+        said.append("sync_each_batch=True changes nothing: gradients are reduced once a step, to the same sums.")
     return said
 
 

@@ -15,14 +15,17 @@ _FLOAT = re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?$")
 _BOOLEAN = re.compile("^(true|True|TRUE|false|False|FALSE)$")
 
 
-def read_arguments_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file at `path` holds: YAML where its name ends in .yaml or .yml, else JSON.
+def read_arguments_file(path: str | os.PathLike[str], kind: str | None = None) -> dict[str, Any]:
+    """What the file at `path` holds.
+
+    Args:
+        kind: "JSON" or "YAML"; None: YAML where its name ends in .yaml or .yml, else JSON.
 
     Raises:
         ArgumentsError: it holds something else than names and values.
     """
     text = Path(path).read_text(encoding="utf-8")
-    is_yaml = Path(path).suffix in (".yaml", ".yml")
+    is_yaml = kind == "YAML" or (kind is None and Path(path).suffix in (".yaml", ".yml"))
     return read_yaml(text, str(path)) if is_yaml else read_json(text, str(path))
 
 

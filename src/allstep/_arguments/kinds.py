@@ -12,6 +12,7 @@ from allstep._arguments.choices import (
     SCHEDULES,
     TRACKERS,
 )
+from allstep._arguments.standing import REFUSED
 
 __all__ = ["DICTIONARIES", "is_interval", "is_number", "is_whole", "wrong_kinds"]
 
@@ -86,8 +87,6 @@ def _expected_optimizer(value: Any) -> str:
         return f"another optimizer, as {OPTIMIZERS_REFUSED[value]}"
     return f"one of {', '.join(torchs)}, or with a library installed {', '.join(OPTIMIZERS_OF_LIBRARIES)}"
 
-
-_ELSEWHERE = "as every rank holds the whole model here; leave it out"
 
 _KINDS: tuple[tuple[str, _Holds, _Expected], ...] = (
     # ---- how much
@@ -231,28 +230,6 @@ _KINDS: tuple[tuple[str, _Holds, _Expected], ...] = (
     ),
     ("trackio_static_space_id", lambda value: value in (None, False) or _is_text(value), "a text, None or False"),
     # ---- other engines, kernels and services
-    ("fsdp", _only(None, False, "", []), f"None, {_ELSEWHERE}, or train with FSDP's own Trainer"),
-    ("deepspeed", _only(None, "", {}), f"None, {_ELSEWHERE}, or train with DeepSpeed's own engine"),
-    ("parallelism_config", _only(None), f"None, {_ELSEWHERE}"),
-    (
-        "use_liger_kernel",
-        _only(False),
-        "False, as models are not patched here; leave it out and call liger_kernel's apply_liger_kernel_to_... in the script",
-    ),
-    (
-        "optim_target_modules",
-        _only(None, "", []),
-        "None, as its optimizers are not supported; leave it out, or pass Trainer(optimizers=(optimizer, None)) your own",
-    ),
-    (
-        "push_to_hub",
-        _only(False),
-        "False, as nothing is uploaded from here; leave it out and upload output_dir after training",
-    ),
+    *((name, _only(*each.harmless), f"{each.harmless[0]}, as {each.why}") for name, each in REFUSED.items()),
     ("hub_strategy", *_one_of("end", "every_save", "checkpoint", "all_checkpoints")),
-    (
-        "save_on_each_node",
-        _only(False),
-        "False, as rank 0 writes each checkpoint once; leave it out and put output_dir where all hosts see it",
-    ),
 )

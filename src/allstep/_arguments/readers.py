@@ -29,7 +29,7 @@ def how_to_read(annotation: Any) -> dict[str, Any]:
             items = _members(*typing.get_args(kind) or (str,))
             return {"type": _reader(items), "nargs": "*", "metavar": _metavar(items)}
     how: dict[str, Any] = {"type": _reader(kinds), "metavar": _metavar(kinds)}
-    if bool in kinds:
+    if bool in kinds or any(True is choice for kind in kinds for choice in _choices(kind).values()):
         how |= {"nargs": "?", "const": True}
     return how
 
@@ -68,8 +68,10 @@ def _read_one(kind: Any) -> Callable[[str], Any]:
         return lambda text: _pick(text.lower(), {"none": None, "null": None})
     if kind is bool:
         return lambda text: _pick(text.lower(), _BOOLEANS)
-    if _choices(kind):
-        return lambda text: _pick(text, _choices(kind))
+    if choices := _choices(kind):
+        members = [choice for choice in choices.values() if isinstance(choice, bool)]
+        spellings = {text: value for text, value in _BOOLEANS.items() if value in members} | choices
+        return lambda text: _pick(text if text in choices else text.lower() if members else text, spellings)
     if _is_json(kind):
         return _json_object
     if kind in (int, float) or (isinstance(kind, type) and issubclass(kind, os.PathLike)):

@@ -160,7 +160,7 @@ class RunFields(TrainingFields):
     is done here: every sample used exactly once, in an order that `data_seed` fixes."""
 
     # ---- other engines, kernels and services
-    fsdp: list[str] | str | None = None
+    fsdp: str | None = None
     """Only None, False or "": another engine. Every rank holds the whole model here."""
     fsdp_config: dict[str, Any] | str | None = None
     """Settings of `fsdp`; nothing looks at them."""

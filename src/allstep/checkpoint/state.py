@@ -82,6 +82,8 @@ class TrainState:
     """Values for trainer_state.json. A load hands them back and does not change these."""
     training_args: Mapping[str, Any] = field(default_factory=dict)
     """Values for training_args.json."""
+    write_model: Callable[[Path], object] | None = None
+    """The user's way to write the model, and whatever else belongs to it, into a folder. None: as allstep writes models."""
     with_generators: bool = True
     """False: no rng_state files, in runs that save the model only."""
 
@@ -109,8 +111,8 @@ def rng_file(rank: int, world_size: int) -> str:
 
 def model_files(state: TrainState) -> dict[str, WriteFiles]:
     """How to write the model and its tokenizer, by the name of what is written."""
-    files: dict[str, WriteFiles] = {WEIGHTS_FILE: lambda folder: write_weights(state.model, folder)}
-    if writes_itself(state.processing_class):
+    files: dict[str, WriteFiles] = {WEIGHTS_FILE: lambda folder: write_weights(state.model, folder, by=state.write_model)}
+    if state.write_model is None and writes_itself(state.processing_class):
         files["processing_class"] = lambda folder: write_pretrained(state.processing_class, folder)
     return files
 
@@ -131,7 +133,7 @@ def copied_files(state: TrainState, rank: int, world_size: int, folder: Path) ->
     """
     files: dict[str, WriteFiles] = {}
     for label, write in (model_files(state) if rank == 0 else {}).items():
-        if label == WEIGHTS_FILE and not writes_itself(unwrapped(state.model)):
+        if label == WEIGHTS_FILE and state.write_model is None and not writes_itself(unwrapped(state.model)):
             files[label] = copied_weights(state.model)
         else:
             files[label] = _written_already(write(folder))

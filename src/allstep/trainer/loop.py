@@ -35,7 +35,7 @@ def train(run: Run, saver: Saver) -> None:
         _evaluate(run)
         agree(run, EVALUATION_EVENTS)
     _begin(run)
-    while state.global_step < run.plan.max_steps and not run.callbacks.control.should_training_stop:
+    while _goes_on(run):
         _epoch(run, saver)
         if run.position.step and not run.is_stopping:  # a callback ended the epoch before its end
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
@@ -44,7 +44,15 @@ def train(run: Run, saver: Saver) -> None:
     saver.finish()
     run.settle()
     set_training(run.optimizer, False)
-    run.callbacks.call("on_train_end")
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether there are steps and epochs left; an epoch that a callback ended early counts as one."""
+    return (
+        run.callbacks.state.global_step < run.plan.max_steps
+        and run.position.epoch < run.plan.epochs
+        and not run.callbacks.control.should_training_stop
+    )
 
 
 def _begin(run: Run) -> None:
@@ -112,7 +120,7 @@ def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
             control.should_save = True
         agree(run, EVALUATION_EVENTS)
     if control.should_save:
-        save(run, saver)
+        run.save()
         agree(run, ["on_save"])
     control.should_log = control.should_evaluate = control.should_save = False
 

@@ -103,8 +103,7 @@ def _use_smaller(run: Run) -> None:
         torch.accelerator.memory.empty_cache()
     samples = run.feeds.samples
     run.feeds.close()
-    seed = run.args.seed if run.args.data_seed is None else run.args.data_seed
-    run.feeds = make_feeds(run.loader, run.grid, run.communicator, seed, lambda text: None)
+    run.feeds = make_feeds(run.loader, run.grid, run.communicator, run.source.order, lambda text: None)
     run.feeds.samples = samples
     run.feeds.begin(run.position, run.plan.max_steps - state.global_step)
     state.train_batch_size = size

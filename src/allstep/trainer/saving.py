@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +40,20 @@ class Saver:
         run: the run.
         checkpoints: where they lie.
         processing_class: a tokenizer or the like, saved beside the model.
+        write_model: the user's way to write the model into a folder, on rank 0.
     """
 
-    def __init__(self, run: Run, checkpoints: CheckpointManager, processing_class: Any) -> None:
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: CheckpointManager,
+        processing_class: Any,
+        write_model: Callable[[Path], object] | None = None,
+    ) -> None:
         self._run, self._checkpoints, self._processing_class = run, checkpoints, processing_class
+        self._write_model = write_model
+        self.calls = 0
+        """How often `save` was called."""
         self._best_is_now = False  # the last evaluation was the best, and no checkpoint holds it yet
         self._best_on_disk = _Best()
         self._best_to_be: _Best | None = None  # once the checkpoint that is being written has come in
@@ -79,6 +90,7 @@ class Saver:
             CheckpointError: on every rank. Older checkpoints are untouched.
         """
         self.finish()
+        self.calls += 1
         send_buffers(self._run.communicator, self._run.bare_model)
         args, state = self._run.args, self._run.callbacks.state
         if self._best_is_now and state.best_global_step == state.global_step:
@@ -219,6 +231,7 @@ class Saver:
             scaler=run.scaler if whole else None,
             data=run.feeds if whole and isinstance(run.feeds, StreamFeeds) else None,
             processing_class=self._processing_class,
+            write_model=self._write_model,
             trainer_state=run.callbacks.state.to_dict(),
             training_args=run.args.to_dict(),
             with_generators=whole,

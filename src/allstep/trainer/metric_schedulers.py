@@ -190,7 +190,7 @@ def make_metric_scheduler(name: str, optimizer: Optimizer, settings: Mapping[str
 
 def takes_metric(scheduler: object) -> bool:
     """Whether `scheduler.step` has to be given a metric, as those of torch's ReduceLROnPlateau and of `GreedyLR` have."""
-    return _needs_argument(type(scheduler))
+    return _needs_argument(type(scheduler))  # type: ignore[arg-type]  # classes can be hashed
 
 
 @functools.lru_cache(maxsize=64)  # a signature takes longer to read than a small model's step (asked after each step)

@@ -180,12 +180,9 @@ class Trainer(EvaluatingTrainer):
             log=self.log,
             evaluate=self.evaluate,
         )
-        self.callback_handler.kwargs |= {
-            "model": model,
-            "optimizer": run.optimizer,
-            "lr_scheduler": run.scheduler,
-            "train_dataloader": run.loader,
-        }
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = model, run.optimizer, run.scheduler
+        handler.train_dataloader = run.loader
         if isinstance(grid, StreamGrid):
             self.sinks.message(f"the training stream {type(self.train_dataset).__name__} is split {grid.split.reason}")
         saver = Saver(run, checkpoints, self.processing_class)

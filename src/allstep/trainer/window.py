@@ -74,6 +74,7 @@ def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, 
     With `total`, all that was accumulated is reduced, and divided by the weights of all ranks.
     """
     micro_batch = feed.micro_batch
+    run.meter.count(feed.inputs)
     seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
     HERE.enter("forward")
     inputs = to_device(feed.inputs, run.device)

@@ -21,8 +21,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from allstep._argument_readers import how_to_read
-from allstep._arguments_names import ELSEWHERE, explain_unknown, unknown_names_message
+from allstep._arguments.names import ELSEWHERE, explain_unknown, unknown_names_message
+from allstep._arguments.readers import how_to_read
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
 

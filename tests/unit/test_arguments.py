@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allstep._arguments_names import ELSEWHERE
+from allstep._arguments.names import ELSEWHERE
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from allstep._arguments_checks import OPTIMIZERS
+from allstep._arguments.choices import OPTIMIZERS
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
 from allstep.trainer.optimizers import make_optimizer, split_by_decay

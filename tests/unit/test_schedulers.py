@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allstep._arguments_checks import SCHEDULES
+from allstep._arguments.choices import SCHEDULES
 from allstep.errors import ArgumentsError
 from allstep.trainer.schedulers import make_scheduler, schedule
 

@@ -28,7 +28,7 @@ from allstep.trainer.run import Run
 __all__ = ["default_collator", "make_feeds", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
 
 
-_OF_ONE_RANK = ("output_dir", "run_name", "report_to", "disable_tqdm", "dataloader_")
+_OF_ONE_RANK = ("output_dir", "local_rank", "run_name", "report_to", "disable_tqdm", "dataloader_")
 """What the names of arguments begin with that ranks need not agree on."""
 
 

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from allstep._arguments_checks import OPTIMIZERS
+from allstep._arguments.choices import OPTIMIZERS
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
 

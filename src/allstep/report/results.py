@@ -61,5 +61,9 @@ def _formatted(name: str, value: Any) -> Any:
 
 
 def _write(path: Path, metrics: Mapping[str, Any]) -> None:
-    text = json.dumps(dict(metrics), indent=4, sort_keys=True, default=lambda value: value.tolist())  # NumPy's and torch's numbers
-    path.write_text(f"{text}\n", encoding="utf-8")
+    path.write_text(json.dumps(dict(metrics), indent=4, sort_keys=True, default=_as_plain) + "\n", encoding="utf-8")
+
+
+def _as_plain(value: Any) -> Any:
+    """Numbers of NumPy and torch."""
+    return value.tolist()

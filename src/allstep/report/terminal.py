@@ -16,7 +16,7 @@ _SHORT = {"learning_rate": "lr", "grad_norm": "grad norm"}
 _WAITS = {"data_share": "waiting for data", "communication_share": "waiting for ranks"}
 """Shares of time that are shown where they are worth it."""
 _WORTH_SHOWING = 0.05
-_ONLY_KEPT = ("step", "epoch", "total_flos", "samples_per_second", "host_memory_peak_gb", "num_input_tokens_seen")
+_ONLY_KEPT = ("step", "epoch", "total_flos", "host_memory_peak_gb", "num_input_tokens_seen")
 """Names that a line leaves to the files, or has elsewhere."""
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -54,9 +54,10 @@ class _Watched(Sink):
         of_total = "" if self._total is None else f"/{self._total}"
         words = [f"step {step:>{len(of_total[1:])}}{of_total}", f"epoch {epoch:.2f}"]
         words += [text for name, value in values.items() if (text := _worded(name, value))]
-        rate, pace = values.get("samples_per_second", self._throughput.rate), self._pace.rate
+        rate, pace = self._throughput.rate, self._pace.rate
         if "loss" in values and rate is not None:
-            words.append(format_rate(rate, "samples"))
+            if "samples_per_second" not in values:
+                words.append(format_rate(rate, "samples"))
             if self._total is not None and pace and step < self._total:
                 words.append(f"{format_duration((self._total - step) / pace)} left")
         self.message("  ".join(words))
@@ -141,6 +142,6 @@ def _worded(name: str, value: Any) -> str:
         return format_rate(value, "tokens")
     if name.endswith("_runtime"):
         return f"in {value:.1f} s"
-    if name.endswith("_samples_per_second"):
+    if name.endswith("samples_per_second"):
         return format_rate(value, "samples")
     return f"{_SHORT.get(name, name)} {format_number(value)}"

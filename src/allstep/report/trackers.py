@@ -1,6 +1,6 @@
 """Trackers: TensorBoard, Weights & Biases, MLflow and Trackio, each one run for one job.
 
-Their packages are optional, and loaded when the first numbers come. Which run of a tracker a job has is kept in
+Their packages are optional, and loaded when training begins. Which run of a tracker a job has is kept in
 `trackers.json` in the output folder, so that a job that is started again after a failure, or resumed from a checkpoint, goes
 on in that run. What a tracker raises ends the tracker, not the training (`SinkGroup`).
 """
@@ -34,25 +34,12 @@ __all__ = [
 TRACKERS_FILE = "trackers.json"
 """Name of the file inside the output folder that says which run of each tracker is this job's."""
 
-_ELSEWHERE = {
-    "azure_ml": "AzureMLCallback",
-    "clearml": "ClearMLCallback",
-    "codecarbon": "CodeCarbonCallback",
-    "comet_ml": "CometCallback",
-    "dagshub": "DagsHubCallback",
-    "dvclive": "DVCLiveCallback",
-    "flyte": "FlyteCallback",
-    "kubeflow": "KubeflowCallback",
-    "neptune": "NeptuneCallback",
-    "swanlab": "SwanLabCallback",
-}
-"""Other trackers that Hugging Face's `report_to` knows -> the class in transformers.integrations that logs to them."""
 _OF_THE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 """Numbers that a run has once, at its end."""
 
 
 class TrackerSink(Sink):
-    """One run of a tracker. It begins with the first numbers, and goes on after training: the tracker ends it with the process.
+    """One run of a tracker. It begins with training, or the first numbers; the tracker ends it with the process.
 
     Args:
         output_dir: where `trackers.json` lies.
@@ -79,17 +66,13 @@ class TrackerSink(Sink):
 
     def open(self, total_steps: int | None, first_step: int) -> None:
         self._first_step, self._goes_on = first_step, self._goes_on or first_step > 0
+        self._begin_once()  # not at the first log: importing a tracker takes longer than many steps
 
     def step(self, record: StepRecord) -> None:
         """Nothing: it shows what is logged."""
 
     def log(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
-        if not self._is_begun:
-            if self._id is None and self._goes_on:
-                self._id = _kept(self.output_dir).get(self.name)
-            self._id = self._begin(self._facts(), self._id)
-            self._is_begun = True
-            self._keep(self._id)
+        self._begin_once()
         self._log(values, step)
 
     def message(self, text: str) -> None:
@@ -97,6 +80,14 @@ class TrackerSink(Sink):
 
     def close(self) -> None:
         self._first_step = None
+
+    def _begin_once(self) -> None:
+        if not self._is_begun:
+            if self._id is None and self._goes_on:
+                self._id = _kept(self.output_dir).get(self.name)
+            self._id = self._begin(self._facts(), self._id)
+            self._is_begun = True
+            self._keep(self._id)
 
     @abstractmethod
     def _begin(self, facts: RunFacts, id: str | None) -> str:
@@ -131,7 +122,7 @@ class TensorBoardSink(TrackerSink):
 
         given = os.environ.get("TENSORBOARD_LOGGING_DIR")
         folder = given or id or str(self.output_dir / "runs" / f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}")
-        again = None if self._first_step is None or id is None else self._first_step + 1
+        again = self._first_step + 1 if self._first_step is not None and self._goes_on else None
         self._writer = SummaryWriter(folder, purge_step=again)
         if id is None:
             self._writer.add_text("args", json_line(facts.arguments))
@@ -252,12 +243,10 @@ def make_trackers(
 
 
 def _unknown(name: str) -> str:
-    if name in _ELSEWHERE:
-        return (
-            f"report_to={name!r}: leave it out, and pass Hugging Face's callback for it: "
-            f"Trainer(callbacks=[transformers.integrations.{_ELSEWHERE[name]}()])."
-        )
-    return f"report_to={name!r}: there are {', '.join(TRACKERS)}, all (what is installed) and none."
+    return (
+        f"report_to={name!r}: there are {', '.join(TRACKERS)}, all (what is installed) and none. For another tracker, pass "
+        f"Trainer(callbacks=[...]) one that logs to it, such as Hugging Face's in transformers.integrations."
+    )
 
 
 def _missing(name: str) -> str:
@@ -288,7 +277,7 @@ def _tagged(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tag(name: str) -> str:
-    for part in ("eval", "test", "train"):
+    for part in ("eval", "test"):  # not "train": the train_loss of the whole run is another curve than loss
         if name.startswith(f"{part}_"):
             return f"{part}/{name.removeprefix(f'{part}_')}"
     return f"train/{name}"

@@ -127,7 +127,7 @@ def save(run: Run, saver: Saver) -> None:
 def _log(run: Run, result: StepResult) -> None:
     state = run.callbacks.state
     run.meter.settle(state)
-    if not state.interval.weight:
+    if not run.meter.has_news:
         return  # logged already at this step
     logs = {"loss": state.interval.mean}
     if result.grad_norm is not None:

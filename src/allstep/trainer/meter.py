@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from allstep.arguments import TrainingArguments
+from allstep.comm.communicator import Communicator
 from allstep.report.record import StepRecord
 from allstep.trainer.state import TrainerState
-from allstep.trainer.throughput import Speedometer
+from allstep.trainer.throughput import Speedometer, Work, device_peak, model_flops
 
-__all__ = ["Meter", "StepResult"]
+__all__ = ["Meter", "StepResult", "make_meter"]
 
 SHOW_EVERY = 0.1
 """Seconds between two records for whoever watches."""
@@ -56,6 +58,8 @@ class Meter:
         self._show, self._speed, self._only_finite = show, speed, only_finite
         self._unread: list[StepResult] = []
         self._unlogged = 0  # samples since the last log
+        self.has_news = False
+        """Whether a step was taken since the last log."""
         self._samples = 0  # since the last record
         self._since = time.perf_counter()  # of the last record, moved on by pauses
 
@@ -73,6 +77,7 @@ class Meter:
     def add(self, result: StepResult, samples: int, state: TrainerState) -> None:
         """Take in a step over `samples` samples, all ranks together."""
         self._unread.append(result)
+        self.has_news |= not result.skipped
         if len(self._unread) >= MOST_UNREAD:  # a run that never logs must not fill the memory
             self.settle(state)
         self._samples += samples
@@ -106,7 +111,7 @@ class Meter:
 
     def logs(self, state: TrainerState) -> dict[str, float]:
         """Collective. How fast all ranks went since the last log; see `Speedometer.logs`."""
-        samples, self._unlogged = self._unlogged, 0
+        samples, self._unlogged, self.has_news = self._unlogged, 0, False
         return {} if self._speed is None else self._speed.logs(samples, state)
 
     @contextmanager
@@ -131,3 +136,22 @@ class Meter:
             samples=self._samples,
             seconds=seconds,
         )
+
+
+def make_meter(
+    args: TrainingArguments,
+    model: torch.nn.Module,
+    communicator: Communicator,
+    device: torch.device,
+    processing_class: Any,
+    show: Callable[[StepRecord], None] | None,
+) -> Meter:
+    """The meter of a run of `model`; see `Meter` for `show`."""
+    work = Work(
+        model,
+        str(args.include_num_input_tokens_seen),
+        padding=getattr(processing_class, "pad_token_id", None),
+        flops=model_flops(model),
+    )
+    speed = Speedometer(work, communicator, device, device_peak(device, bf16=args.bf16, fp16=args.fp16))
+    return Meter(show, speed, only_finite=args.logging_nan_inf_filter)

@@ -1,4 +1,4 @@
-"""How fast a run goes, and where its time goes: counted on each rank, brought together at a log, where all ranks meet anyway."""
+"""How fast a run goes, and where its time goes: counted on each rank, brought together at a log, where all meet anyway."""
 
 import resource
 import time
@@ -147,8 +147,8 @@ class Speedometer:
     def logs(self, samples: int, state: TrainerState) -> dict[str, float]:
         """Collective. What stands in the log of an interval in which all ranks took `samples`; the next one begins.
 
-        Rates a second over all ranks; shares of time, and of the device's peak, as means over ranks; the largest memory peak, in
-        GB (10**9 bytes). What is not known, or does not apply, is left out.
+        Rates a second over all ranks; shares of time, and of the device's peak, as means over ranks; the largest memory peak,
+        in GB (10**9 bytes). What is not known, or does not apply, is left out.
         """
         seconds = max(time.perf_counter() - self._began.now, _TINY)
         said, ranks = self.gather(state), self._communicator.size
@@ -170,25 +170,26 @@ class Speedometer:
 def model_flops(model: nn.Module) -> Callable[[Any], float]:
     """Inputs -> floating-point operations of forward and backward, as Hugging Face estimates them.
 
-    The model's own `floating_point_ops` where it has one; else 6 for each number of the main input and each parameter that is no
-    embedding; 0 where inputs have no main input.
+    The model's own `floating_point_ops` where it has one; else 6 for each number of the main input and each parameter that is
+    no embedding; 0 where inputs have no main input.
     """
-    own = getattr(model, "floating_point_ops", None)
-    if own is not None:
+    own: Any = getattr(model, "floating_point_ops", None)
+    if callable(own):
         return lambda inputs: float(own(inputs))
     weights, name = _weights(model), getattr(model, "main_input_name", "input_ids")
     return lambda inputs: 6.0 * weights * inputs[name].numel() if name in inputs else 0.0
 
 
 def _weights(model: nn.Module) -> int:
-    if hasattr(model, "num_parameters"):
-        return int(model.num_parameters(exclude_embeddings=True))
+    count: Any = getattr(model, "num_parameters", None)
+    if callable(count):
+        return int(count(exclude_embeddings=True))
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     return sum(each.numel() for each in model.parameters() if id(each) not in embeddings)
 
 
 def device_peak(device: torch.device, *, bf16: bool, fp16: bool) -> float | None:
-    """Floating-point operations a second that matrix multiplications of a run on `device` can do; None where it is not known."""
+    """Floating-point operations a second that a run's matrix multiplications can do on `device`; None where it is not known."""
     if device.type != "cuda":
         return None
     fp32 = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"

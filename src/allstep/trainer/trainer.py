@@ -22,7 +22,7 @@ from allstep.trainer.base import made
 from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluating import EvaluatingTrainer
 from allstep.trainer.ledger import open_ledger
-from allstep.trainer.meter import Meter
+from allstep.trainer.meter import make_meter
 from allstep.trainer.models import wrap
 from allstep.trainer.optimizers import make_optimizer
 from allstep.trainer.run import Plan, Run
@@ -175,7 +175,14 @@ class Trainer(EvaluatingTrainer):
             sums_in_order=in_order,
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
-            meter=Meter(self.sinks.step if self.world.is_main else None),
+            meter=make_meter(
+                args,
+                model,
+                self.communicator,
+                self.device,
+                self.processing_class,
+                self.sinks.step if self.world.is_main else None,
+            ),
             say=self.sinks.message,
             log=self.log,
             evaluate=self.evaluate,

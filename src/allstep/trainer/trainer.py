@@ -23,7 +23,7 @@ from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluating import EvaluatingTrainer
 from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
-from allstep.trainer.meter import Meter
+from allstep.trainer.meter import make_meter
 from allstep.trainer.models import in_training, wrap
 from allstep.trainer.optimizing import OptimizingTrainer
 from allstep.trainer.precision import precision_of
@@ -156,9 +156,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         else:
             folder = checkpoints.resolve(resume_from_checkpoint)
         self._resumed_batch = None if folder is None else checkpoints.global_batch_size(folder)
-        source, grid = make_grid(
-            args, lambda: self._source(self.get_train_dataloader()), self.communicator, self._resumed_batch
-        )
+        source, grid = make_grid(args, self._find_source, self.communicator, self._resumed_batch)
         plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints.prepare()
         model = self._ready_model()
@@ -201,18 +199,22 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             compute_loss=self._counted_loss,
             training_step=self._step_of,
             has_own_step=self._has_own_step,
-            meter=Meter(self.sinks.step if self.world.is_main else None),
+            meter=make_meter(
+                args,
+                model,
+                self.communicator,
+                self.device,
+                self.processing_class,
+                self.sinks.step if self.world.is_main else None,
+            ),
             say=self.sinks.message,
             log=self.log,
             save=self._checkpoint,
             evaluate=self._evaluate,
         )
-        self.callback_handler.kwargs |= {
-            "model": model,
-            "optimizer": run.optimizer,
-            "lr_scheduler": run.scheduler,
-            "train_dataloader": run.loader,
-        }
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = model, run.optimizer, run.scheduler
+        handler.train_dataloader = self._train_dataloader
         if isinstance(grid, StreamGrid):
             self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
         saver = Saver(run, checkpoints, self.processing_class, self._own_way())
@@ -226,7 +228,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
     def _evaluate(self) -> dict[str, float]:
         """`evaluate`, for the loop; an override may have fewer parameters, and return nothing."""
         ignored = self._ignored_in_evaluations
-        metrics: dict[str, float] | None = self.evaluate(**({} if ignored is None else {"ignore_keys": ignored}))
+        metrics: dict[str, float] | None = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
         return metrics or {}
 
     def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":

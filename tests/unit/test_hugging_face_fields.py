@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allstep._arguments.choices import LOG_LEVELS, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES
-from allstep._arguments.standing import NOTHING_TO_DO, REFUSED
+from allstep._arguments.standing import NOTHING_TO_DO, OURS, REFUSED
 from allstep.argument_parser import ArgumentParser
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
@@ -21,11 +21,6 @@ from transformers import HfArgumentParser, IntervalStrategy, SchedulerType, Seq2
 from transformers import TrainingArguments as Theirs  # noqa: E402
 from transformers.trainer_pt_utils import AcceleratorConfig  # noqa: E402
 from transformers.training_args import OptimizerNames, ParallelMode, trainer_log_levels  # noqa: E402
-
-OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
-OURS |= {"ddp_wait_warning", "ddp_drift_check_steps", "ddp_drift_action", "nonfinite_gradients"}
-OURS |= {"save_in_background", "save_failure"}
-"""Arguments that Hugging Face does not have."""
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -53,7 +48,7 @@ def differences(theirs: type) -> list[str]:
 
 def test_every_field_has_the_same_default() -> None:
     assert differences(Theirs) == []
-    assert defaults(TrainingArguments).keys() - defaults(Theirs).keys() == OURS
+    assert defaults(TrainingArguments).keys() - defaults(Theirs).keys() == {*OURS}
 
 
 def test_a_new_field_and_a_new_default_are_told() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
-from allstep.data.grid import shuffled
+from allstep.data.order import ShuffledOrder
 from allstep.testing.models import IGNORED, Tagger, Tokens, pad
 
 BACKENDS = ("gloo", "shm")
@@ -69,7 +69,7 @@ def train(rank, size, folder, kind, arguments, without=()):
         "weights": [p.detach().clone() for p in trainer.model.parameters()],
         "losses": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
         "mean": output.training_loss,
-        "order": [shuffled(SAMPLES, args.seed, epoch).tolist() for epoch in range(EPOCHS)],
+        "order": [ShuffledOrder(SAMPLES, args.seed).places(epoch).tolist() for epoch in range(EPOCHS)],
     }
 
 
@@ -126,7 +126,7 @@ def test_one_process_that_accumulates_equals_one_that_does_not(tmp_path, kind):
 
 def places(batch, places_of_labels, global_batch=8):
     """Rows that have to be without labels, so that only these micro-batches of the first step have some."""
-    order = shuffled(SAMPLES, 42, 0).tolist()
+    order = ShuffledOrder(SAMPLES, 42).places(0).tolist()
     with_labels = {index for place in places_of_labels for index in order[place * batch : (place + 1) * batch]}
     return tuple(index for index in order[:global_batch] if index not in with_labels)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from allstep import Trainer, TrainerCallback, TrainingArguments
-from allstep.data.grid import shuffled
+from allstep.data.order import ShuffledOrder
 from allstep.testing.models import IGNORED, Regression, RegressionNet, Tagger, Tokens, pad
 from allstep.testing.ranks import RankPool
 
@@ -79,7 +79,7 @@ def one_process(kind, samples, global_batch):
     model, dataset, collator = KINDS[kind]
     model, data, found, losses = model().double(), dataset(samples), [], []
     for epoch in range(EPOCHS):
-        order = shuffled(samples, SEED, epoch).tolist()
+        order = ShuffledOrder(samples, SEED).places(epoch).tolist()
         for at in range(0, samples, global_batch):
             rows = [data[index] for index in order[at : at + global_batch]]
             inputs = collator(rows) if collator else {key: torch.stack([row[key] for row in rows]) for key in rows[0]}

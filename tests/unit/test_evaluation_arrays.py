@@ -32,7 +32,7 @@ def gather(batches, *, losses=None, labels=None, inputs=None, keep=EVERYTHING, m
     said = iter([Prediction(*parts) for parts in zip(losses, batches, labels, strict=True)])
     return evaluate(
         [feed(number, *pair) for number, pair in enumerate(zip(inputs, sizes, strict=True))],
-        lambda given, weight: next(said),
+        lambda given: next(said),
         model or nn.Identity(),
         SoloCommunicator(),
         weigh=lambda given: weight_of(given, ["labels"]),
@@ -138,7 +138,7 @@ def test_every_forward_is_in_eval_mode_without_gradients_in_its_context_and_told
         yield
         events.append("out")
 
-    def predict(inputs, weight):
+    def predict(inputs):
         events.append((model.training, torch.is_grad_enabled()))
         return Prediction(None, torch.zeros(1, 1), None)
 

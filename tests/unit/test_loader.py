@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from allstep.data.grid import Grid, MicroBatch, Pick, training_picks
 from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
+from allstep.data.order import ShuffledOrder
 from allstep.data.position import DataPosition
 from allstep.errors import DataError
 
@@ -49,7 +50,7 @@ class Stream(IterableDataset):
 
 def picks(epochs=1, batch=3, start=0):
     grid = Grid(samples=10, micro_batch_size=batch, micro_batches_per_step=1)
-    return training_picks(grid, DataPosition(epoch=start), epochs * grid.steps_per_epoch, 0, 1, seed=7)
+    return training_picks(grid, DataPosition(epoch=start), epochs * grid.steps_per_epoch, 0, 1, ShuffledOrder(10, 7))
 
 
 def fetch(dataset=None, seed=7, epochs=1, batch=3, start=0, **options):

@@ -122,4 +122,5 @@ def test_names_of_labels_come_from_forward_unless_given():
 
 def test_columns_that_forward_does_not_take_are_told_apart():
     assert accepted_columns(model_with(lambda x, mask=None: None), ["y"]) == {"x", "mask", "y", "label", "label_ids", "labels"}
-    assert accepted_columns(model_with(lambda x, **more: None), ["labels"]) is None
+    assert accepted_columns(model_with(lambda **more: None), ["labels"]) is None
+    assert accepted_columns(model_with(lambda x, **more: None), ["labels"]) == {"x", "label", "label_ids", "labels"}

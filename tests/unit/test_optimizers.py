@@ -1,15 +1,20 @@
 """Optimizers: which parameters decay, in which order, and which torch class does it."""
 
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from allstep._arguments.choices import OPTIMIZERS
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.optimizers import make_optimizer, split_by_decay
+from allstep.trainer.optimizer_classes import OPTIMIZER_KINDS
+from allstep.trainer.optimizers import make_optimizer, optimizer_class_and_kwargs, resting, split_by_decay
 
 
 class OwnRMSNorm(nn.Module):
@@ -80,12 +85,173 @@ def test_each_name_makes_its_optimizer_and_takes_a_step(optim: str, expected: ty
 
 
 def test_names_are_those_that_the_arguments_accept() -> None:
-    for optim in OPTIMIZERS:
-        make_optimizer(nn.Linear(2, 2), TrainingArguments(optim=optim))
+    assert sorted(OPTIMIZERS) == sorted(OPTIMIZER_KINDS)
     args = TrainingArguments()
-    args.optim = "lion"  # set later, so not checked
-    with pytest.raises(ArgumentsError, match=f"optim='lion': expected one of {', '.join(OPTIMIZERS)}"):
+    args.optim = "adam"  # set later, so not checked
+    with pytest.raises(ArgumentsError, match=f"optim='adam': expected one of {', '.join(OPTIMIZER_KINDS)}"):
         make_optimizer(nn.Linear(2, 2), args)
+
+
+class Fake(torch.optim.SGD):
+    """An optimizer of a library; keeps what it was made with."""
+
+    def __init__(self, params: Any, lr: float, **settings: Any) -> None:
+        super().__init__(params, lr=lr)
+        self.settings, self.modes = settings, list[bool]()
+
+    def train(self) -> None:
+        self.modes.append(True)
+
+    def eval(self) -> None:
+        self.modes.append(False)
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every library's classes, so that names and settings can be compared where none of them is installed."""
+    for kind in OPTIMIZER_KINDS.values():
+        if kind.package not in ("torch", "transformers"):
+            module = sys.modules.get(kind.module)
+            if not isinstance(module, FakeLibrary):
+                module = FakeLibrary(kind.module)
+                monkeypatch.setitem(sys.modules, kind.module, module)
+            setattr(module, kind.name, Fake)
+
+
+class FakeLibrary(ModuleType):
+    """A library that is not installed."""
+
+
+BETAS = {"betas": (0.8, 0.9), "eps": 1e-3}
+FREE = {"weight_decay": 0.1, "weight_lr_power": 2.0, "r": 0.0}
+RMS = {"momentum": 0.9, "centered": True}
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "expected"),
+    [
+        ("adamw_bnb_8bit", None, {**BETAS, "optim_bits": 8, "is_paged": False}),
+        ("paged_adamw_32bit", None, {**BETAS, "optim_bits": 32, "is_paged": True}),
+        ("lion_8bit", None, {"betas": (0.8, 0.9), "optim_bits": 8, "is_paged": False}),
+        (
+            "paged_ademamix_8bit",
+            "beta3=0.5, t_alpha=7",
+            {"betas": (0.8, 0.9, 0.5), "eps": 1e-3, "alpha": 5.0, "t_alpha": 7, "optim_bits": 8, "is_paged": True},
+        ),
+        ("rmsprop_bnb", "momentum=0.9,centered=true", {**RMS, "optim_bits": 32}),
+        ("adamw_torch_4bit", "block_size=64", {**BETAS, "block_size": 64, "bf16_stochastic_round": False}),
+        ("schedule_free_adamw", None, {**BETAS, **FREE, "warmup_steps": 5}),
+        ("schedule_free_radam", "r=0.5", {**BETAS, **FREE, "r": 0.5}),
+        ("schedule_free_sgd", None, {**FREE, "warmup_steps": 5}),
+        ("grokadamw", "lamb=3", {"alpha_init": 0.98, "lamb": 3.0, "gamma": 0.1, "grokking_signal_decay_rate": 0.1}),
+        ("stable_adamw", "kahan_sum=false", {**BETAS, "weight_decay": 0.1, "decouple_lr": False, "kahan_sum": False}),
+    ],
+)
+def test_optimizers_of_libraries_get_their_settings(
+    libraries: None, optim: str, optim_args: str | None, expected: dict[str, Any]
+) -> None:
+    args = TrainingArguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, weight_decay=0.1, warmup_steps=5)
+    args.optim, args.optim_args = optim, optim_args
+    optimizer = make_optimizer(nn.Linear(2, 2), args)
+    assert isinstance(optimizer, Fake)
+    assert expected.items() <= optimizer.settings.items()
+    with resting(optimizer):
+        assert optimizer.modes == [False]
+    assert optimizer.modes == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [
+        ("adamw_torch", None),
+        ("adamw_torch_fused", None),
+        ("adafactor", None),
+        ("sgd", None),
+        ("sgd", "momentum=0.9, dampening=0.1,nesterov=true"),
+        ("adagrad", "lr_decay=0.1"),
+        ("rmsprop", "momentum=0.9,alpha=0.5,centered=true"),
+    ],
+)
+def test_class_and_settings_are_those_of_transformers(optim: str, optim_args: str | None, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optim": optim, "optim_args": optim_args, "adam_beta1": 0.8, "learning_rate": 0.1}
+    reference = transformers.Trainer.get_optimizer_cls_and_kwargs(transformers.TrainingArguments(str(tmp_path), **settings))
+    assert optimizer_class_and_kwargs(TrainingArguments(str(tmp_path), **settings), nn.Linear(2, 2)) == reference
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "sentence"),
+    [
+        (
+            "sgd",
+            "momentum",
+            "optim_args='momentum' of optim='sgd': found momentum, expected settings out of momentum",
+        ),
+        ("sgd", "beta=3", "found beta=3, expected settings out of momentum"),
+        ("adamw_torch", "beta=3", "found beta=3, expected none; leave it out"),
+        ("sgd", "momentum=high", "momentum is 'high'; could not convert string to float"),
+        ("sgd", "nesterov=perhaps", "nesterov is 'perhaps'; invalid literal for bool"),
+        ("grokadamw", None, "GrokAdamW of the package grokadamw, which cannot be imported here: ModuleNotFoundError"),
+        ("schedule_free_sgd", None, "warmup_steps=0.1 with optim='schedule_free_sgd': expected a whole number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(
+    optim: str, optim_args: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch, libraries: None
+) -> None:
+    monkeypatch.setitem(sys.modules, "grokadamw", None)  # type: ignore[arg-type]  # python's way of saying: not there
+    args = TrainingArguments(warmup_steps=0.1)
+    args.optim, args.optim_args = optim, optim_args
+    with pytest.raises(ArgumentsError) as error:
+        make_optimizer(nn.Linear(2, 2), args)
+    assert sentence in str(error.value)
+
+
+def test_adafactor_equals_transformers_step_by_step() -> None:
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    optimizer = make_optimizer(model, TrainingArguments(optim="adafactor", learning_rate=0.1, weight_decay=0.2))
+    reference = transformers.Adafactor(
+        [{"params": [twin.weight], "weight_decay": 0.2}, {"params": [twin.bias], "weight_decay": 0.0}],
+        lr=0.1,
+        scale_parameter=False,
+        relative_step=False,
+    )
+    for _ in range(3):
+        for each, stepper in ((model, optimizer), (twin, reference)):
+            stepper.zero_grad()
+            each(torch.ones(1, 3)).square().sum().backward()
+            stepper.step()
+    assert torch.equal(model.weight, twin.weight)
+    assert torch.equal(model.bias, twin.bias)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_what_decays_is_what_decays_in_transformers(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    names = transformers.Trainer.get_decay_parameter_names(None, model)
+    assert sorted(split_by_decay(model)[0]) == sorted(names)
+
+
+def test_a_class_of_the_callers_own_and_what_it_may_bring() -> None:
+    model, args = Model(), TrainingArguments(weight_decay=0.1)
+    optimizer = make_optimizer(model, args, (torch.optim.SGD, {"lr": 0.3, "momentum": 0.5}))
+    assert type(optimizer) is torch.optim.SGD
+    assert [(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.3, 0.5, 0.1),
+        (0.3, 0.5, 0.0),
+    ]
+    given = {"params": [{"params": [model.scale]}], "lr": 0.3}
+    assert group_names(model, make_optimizer(model, args, (torch.optim.SGD, given))) == [["scale"]]
+    assert "params" in given
+    own = make_optimizer(model, args, decayed_names=["scale"])
+    assert group_names(model, own)[0] == ["scale"]
+
+    class Factory:
+        def __call__(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=lr)
+
+    assert make_optimizer(model, args, (Factory, {"lr": 0.7})).param_groups[0]["lr"] == 0.7
 
 
 def test_adamw_gets_its_settings_and_equals_torch_step_by_step() -> None:

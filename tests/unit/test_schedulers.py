@@ -9,13 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import SchedulerType, get_scheduler
 
-from allstep._arguments.choices import SCHEDULES
+from allstep._arguments.choices import SCHEDULES, SCHEDULES_BY_EVALUATION
 from allstep.errors import ArgumentsError
 from allstep.trainer.schedulers import make_scheduler, schedule
 
+OF_STEPS = [name for name in SCHEDULES if name not in SCHEDULES_BY_EVALUATION]
+
 NEEDED: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.0},
     "warmup_stable_decay": {"num_decay_steps": 5},
 }
 
@@ -80,14 +84,56 @@ def test_inverse_sqrt_without_warmup_uses_ten_thousand_steps() -> None:
 
 
 def test_names_are_those_that_the_arguments_accept() -> None:
-    with pytest.raises(ArgumentsError, match=f"lr_scheduler_type='triangle': expected one of {', '.join(SCHEDULES)}"):
+    with pytest.raises(ArgumentsError, match="lr_scheduler_type='triangle': expected one of ") as error:
         schedule("triangle", 0, 0, 10)
-    for name in SCHEDULES:
-        assert schedule(name, 0, 0, 10, **NEEDED.get(name, {})) == 1.0
+    assert set(str(error.value).split("one of ")[1].rstrip(".").split(", ")) == set(SCHEDULES)
+    assert set(SCHEDULES) == {each.value for each in SchedulerType}
+    for name in OF_STEPS:
+        assert schedule(name, 0, 0, 10, **NEEDED.get(name, {})) in (1.0, pytest.approx(0.978, abs=1e-3))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.3}),
+        ("cosine_with_restarts", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("polynomial", {}),
+        ("polynomial", {"lr_end": 0.01, "power": 2.5}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 50}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_with_min_lr", {"min_lr": 0.02, "num_cycles": 1.0}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 0.02, "warmup_lr_rate": 0.3, "num_cycles": 1.0}),
+        ("warmup_stable_decay", {"num_decay_steps": 10}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "1-sqrt", "warmup_type": "1-sqrt", "min_lr_ratio": 0.1}),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 15, "num_stable_steps": 12, "decay_type": "linear", "warmup_type": "cosine"},
+        ),
+    ],
+    ids=str,
+)
+def test_rates_are_those_of_transformers_over_the_whole_run(name: str, kwargs: dict[str, Any], warmup: int) -> None:
+    own, other, total = optimizer(), optimizer(), 41
+    scheduler = make_scheduler(name, own, warmup, total, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Both num_training_steps and num_stable_steps")
+        reference = get_scheduler(name, other, warmup, total, kwargs)
+    for step in range(total):
+        assert own.param_groups[0]["lr"] == pytest.approx(other.param_groups[0]["lr"], rel=1e-12, abs=1e-17), step
+        for each in (own, scheduler, other, reference):
+            each.step()
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(OF_STEPS),
     warmup_steps=st.integers(0, 50),
     length=st.integers(0, 100),
     step=st.integers(0, 400),
@@ -97,13 +143,13 @@ def test_factor_stays_between_zero_and_one_and_climbs_in_warmup(name: str, warmu
     kwargs = {"num_decay_steps": length} if name == "warmup_stable_decay" else NEEDED.get(name, {})
     factor = schedule(name, step, warmup_steps, total, **kwargs)
     assert 0.0 <= factor <= 1.0
-    if step < warmup_steps and name != "constant":
+    if step < warmup_steps and name not in ("constant", "cosine_warmup_with_min_lr"):
         assert factor == step / warmup_steps
     if total <= step and name != "inverse_sqrt":
         assert factor == schedule(name, total + 1000, warmup_steps, total, **kwargs)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", OF_STEPS)
 def test_torch_scheduler_follows_the_pure_function(name: str) -> None:
     target, kwargs = optimizer(lr=0.5), NEEDED.get(name, {})
     scheduler = make_scheduler(name, target, 3, 12, **kwargs)
@@ -127,7 +173,7 @@ def test_rates_among_the_settings_are_absolute() -> None:
         make_scheduler("cosine_with_min_lr", target, 0, 4, min_lr=0.6)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", OF_STEPS)
 def test_state_loads_without_pickled_code_and_continues_bit_for_bit(name: str) -> None:
     first, kwargs = optimizer(), NEEDED.get(name, {})
     scheduler = make_scheduler(name, first, 3, 12, **kwargs)

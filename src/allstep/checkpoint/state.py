@@ -49,6 +49,7 @@ __all__ = [
 _ARGUMENTS_FILE = "training_args.json"
 _STATE_FILE = "trainer_state.json"
 _STATEFUL = ("optimizer", "scheduler", "scaler", "data")
+_OPTIONAL = ("scaler", "data")
 _GENERATORS = ("python", "numpy", "cpu")
 _Write = Callable[[Any, Path], None]
 
@@ -81,6 +82,8 @@ class TrainState:
     """Values for trainer_state.json. A load hands them back and does not change these."""
     training_args: Mapping[str, Any] = field(default_factory=dict)
     """Values for training_args.json."""
+    write_model: Callable[[Path], object] | None = None
+    """The user's way to write the model, and whatever else belongs to it, into a folder. None: as allstep writes models."""
     with_generators: bool = True
     """False: no rng_state files, in runs that save the model only."""
 
@@ -108,8 +111,8 @@ def rng_file(rank: int, world_size: int) -> str:
 
 def model_files(state: TrainState) -> dict[str, WriteFiles]:
     """How to write the model and its tokenizer, by the name of what is written."""
-    files: dict[str, WriteFiles] = {WEIGHTS_FILE: lambda folder: write_weights(state.model, folder)}
-    if writes_itself(state.processing_class):
+    files: dict[str, WriteFiles] = {WEIGHTS_FILE: lambda folder: write_weights(state.model, folder, by=state.write_model)}
+    if state.write_model is None and writes_itself(state.processing_class):
         files["processing_class"] = lambda folder: write_pretrained(state.processing_class, folder)
     return files
 
@@ -130,7 +133,7 @@ def copied_files(state: TrainState, rank: int, world_size: int, folder: Path) ->
     """
     files: dict[str, WriteFiles] = {}
     for label, write in (model_files(state) if rank == 0 else {}).items():
-        if label == WEIGHTS_FILE and not writes_itself(unwrapped(state.model)):
+        if label == WEIGHTS_FILE and state.write_model is None and not writes_itself(unwrapped(state.model)):
             files[label] = copied_weights(state.model)
         else:
             files[label] = _written_already(write(folder))
@@ -152,7 +155,7 @@ def read_state(folder: Path, state: TrainState, rank: int, world_size: int) -> R
         stateful={
             part: read_plain(folder / f"{part}.pt")
             for part in _STATEFUL
-            if getattr(state, part) is not None and (part != "data" or (folder / "data.pt").exists())
+            if getattr(state, part) is not None and (part not in _OPTIONAL or (folder / f"{part}.pt").exists())
         },
         trainer_state=read_json(folder / _STATE_FILE),
         training_args=arguments,

@@ -29,6 +29,7 @@ __all__ = [
     "copied_weights",
     "read_weights",
     "restore_weights",
+    "write_beside",
     "write_pretrained",
     "write_weights",
     "writes_itself",
@@ -47,15 +48,19 @@ def writes_itself(owner: Any) -> bool:
     return callable(getattr(owner, "save_pretrained", None))
 
 
-def write_weights(model: nn.Module, folder: Path) -> list[str]:
+def write_weights(model: nn.Module, folder: Path, by: Callable[[Path], object] | None = None) -> list[str]:
     """Write the weights of `model` into `folder`; the names of the files written.
+
+    `by` is the user's way to write a model into a folder, in place of `save_pretrained`.
 
     A model with `save_pretrained` (transformers, diffusers, peft) also writes its own files there, so that
     `from_pretrained` reads the folder. Where those do not hold every tensor under the model's own name (adapters only, a
     conversion to older names), `model.safetensors` is written by us all the same: a resumed run needs all of it.
     """
     model = unwrapped(model)
-    written = write_pretrained(model, folder) if writes_itself(model) else []
+    if by is None and writes_itself(model):
+        by = model.save_pretrained  # type: ignore[assignment]  # callable, as it writes itself
+    written = [] if by is None else write_beside(by, folder)
     tensors, extra = _state(model)
     if not _holds_exactly(folder, tensors):
         for name in written:
@@ -74,13 +79,18 @@ def copied_weights(model: nn.Module) -> Callable[[Path], list[str]]:
 
 
 def write_pretrained(owner: Any, folder: Path) -> list[str]:
-    """Let `owner.save_pretrained` write into `folder`; the names of its files.
+    """Let `owner.save_pretrained` write into `folder`; the names of its files."""
+    return write_beside(owner.save_pretrained, folder)
+
+
+def write_beside(write: Callable[[Path], object], folder: Path) -> list[str]:
+    """Let `write` put files into `folder`; their names.
 
     It writes beside first, and its files are moved in: only so is it known which are its own.
     """
     beside = Path(tempfile.mkdtemp(dir=folder, prefix="pretrained-"))
     try:
-        owner.save_pretrained(beside)
+        write(beside)
         names = [path.relative_to(beside).as_posix() for path in sorted(beside.rglob("*")) if path.is_file()]
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from allstep.data.grid import Grid, MicroBatch, Pick, sample_ids, training_picks
+from allstep.data.grid import Grid, MicroBatch, Pick, training_picks
 from allstep.data.loader import Feed, MicroBatchLoader
+from allstep.data.order import Order
 from allstep.data.position import DataPosition
 
 __all__ = ["MapFeeds", "TrainingFeeds"]
@@ -73,15 +74,15 @@ class MapFeeds(TrainingFeeds):
         grid: how they are laid out.
         rank: whose they are.
         size: the world size.
-        seed: of the order of the data.
+        order: of the samples.
     """
 
-    def __init__(self, loader: MicroBatchLoader, grid: Grid, rank: int, size: int, seed: int) -> None:
-        self._loader, self._grid, self._rank, self._size, self._seed = loader, grid, rank, size, seed
+    def __init__(self, loader: MicroBatchLoader, grid: Grid, rank: int, size: int, order: Order) -> None:
+        self._loader, self._grid, self._rank, self._size, self._order = loader, grid, rank, size, order
         self._feeds: Iterator[Feed] = iter(())
 
     def begin(self, position: DataPosition, steps: int) -> None:
-        self._feeds = self._loader.feeds(training_picks(self._grid, position, steps, self._rank, self._size, self._seed))
+        self._feeds = self._loader.feeds(training_picks(self._grid, position, steps, self._rank, self._size, self._order))
 
     def has_step(self, epoch: int, step: int) -> bool:
         return step < self._grid.steps_per_epoch
@@ -99,7 +100,7 @@ class MapFeeds(TrainingFeeds):
         return epoch + step / self._grid.steps_per_epoch
 
     def sample_ids(self, micro_batch: MicroBatch) -> list[int]:
-        return sample_ids(self._grid, micro_batch, self._seed)
+        return self._order.take(micro_batch.epoch, micro_batch.start, micro_batch.stop)
 
     def again(self, micro_batch: MicroBatch) -> Feed:
         return self._loader.fetch(Pick(micro_batch, self.sample_ids(micro_batch)))

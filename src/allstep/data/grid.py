@@ -1,7 +1,7 @@
 """Which samples make up which step, and which rank runs them. Pure: numbers in, numbers out.
 
-The samples of an epoch, in shuffled order, are cut into micro-batches; `micro_batches_per_step` of them are the grid of one
-optimizer step, and rank r of N runs the r-th contiguous block of the grid:
+The samples of an epoch, in their order (`order.py`), are cut into micro-batches; `micro_batches_per_step` of them are the grid
+of one optimizer step, and rank r of N runs the r-th contiguous block of the grid:
 
     step 0                                step 1
     | 0 1 | 2 3 | 4 5 | 6 7 |             | 8 9 |     |     |     |       10 samples, micro-batches of 2, grid of 4
@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
+from allstep.data.order import Order, SequentialOrder
 from allstep.data.position import DataPosition
 from allstep.errors import DataError
 
-__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "no_step_remains", "sample_ids", "shuffled", "training_picks"]
+__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "no_step_remains", "training_picks"]
 
 
 class MicroBatch(NamedTuple):
@@ -113,31 +112,24 @@ class Pick(NamedTuple):
     """Indices into the dataset."""
 
 
-def training_picks(grid: Grid, position: DataPosition, steps: int, rank: int, size: int, seed: int) -> Iterator[Pick]:
+def training_picks(grid: Grid, position: DataPosition, steps: int, rank: int, size: int, order: Order) -> Iterator[Pick]:
     """What `rank` of `size` runs in `steps` optimizer steps from `position` on, in order, over as many epochs as it takes."""
-    epoch, order = -1, torch.empty(0)
     for _ in range(steps):
-        if position.epoch != epoch:
-            epoch, order = position.epoch, shuffled(grid.samples, seed, position.epoch)
-        for micro_batch in grid.window(epoch, position.step, rank, size):
-            yield Pick(micro_batch, order[micro_batch.start : micro_batch.stop].tolist())
+        for micro_batch in grid.window(position.epoch, position.step, rank, size):
+            yield Pick(micro_batch, order.take(position.epoch, micro_batch.start, micro_batch.stop))
         position = position.advanced(grid.steps_per_epoch)
 
 
-def sample_ids(grid: Grid, micro_batch: MicroBatch, seed: int) -> list[int]:
-    """Indices into the dataset of the samples of one micro-batch."""
-    return shuffled(grid.samples, seed, micro_batch.epoch)[micro_batch.start : micro_batch.stop].tolist()
+def evaluation_picks(
+    samples: int, batch_size: int, rank: int, size: int, order: Order | None = None, *, drop_last: bool = False
+) -> Iterator[Pick]:
+    """What `rank` of `size` evaluates: a contiguous block of batches, so that ranks in order give the dataset's order.
 
-
-def evaluation_picks(samples: int, batch_size: int, rank: int, size: int) -> Iterator[Pick]:
-    """What `rank` of `size` evaluates: a contiguous block of batches, so that ranks in order give the dataset's order."""
-    batches = -(-samples // batch_size)
+    `order` is another order than the dataset's; `drop_last` leaves out what fills no batch.
+    """
+    order = SequentialOrder(samples) if order is None else order
+    batches = samples // batch_size if drop_last else -(-samples // batch_size)
     for number in range(batches * rank // size, batches * (rank + 1) // size):
         start, stop = number * batch_size, min(samples, (number + 1) * batch_size)
-        yield Pick(MicroBatch(epoch=0, step=0, number=number, start=start, stop=stop), list(range(start, stop)))
-
-
-def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch: a permutation of `range(samples)`, int64 (samples,), equal on every rank and machine."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
-    return torch.randperm(samples, generator=generator)
+        place = MicroBatch(epoch=0, step=0, number=number, start=start, stop=stop)
+        yield Pick(place, order.take(0, start, stop))

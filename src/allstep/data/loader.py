@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from allstep.comm.forking import forking_workers, keep_what_was_here
 from allstep.data.collate import collate, select_columns
 from allstep.data.grid import MicroBatch, Pick, evaluation_picks
+from allstep.data.order import Order
 from allstep.data.seeding import mixed, seed_generators
 from allstep.errors import DataError
 
@@ -29,6 +30,24 @@ class LoaderOptions:
     persistent_workers: bool = False
     prefetch_factor: int | None = None
     """Micro-batches that each worker fetches ahead."""
+    multiprocessing_context: Any = None
+    """How workers are started: "fork", "spawn", "forkserver", or a context; None: as Python does."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each worker with its number."""
+
+    @property
+    def start_worker(self) -> Callable[[int], None]:
+        """What a DataLoader is to call in each worker first."""
+        return keep_what_was_here if self.worker_init_fn is None else _Start(self.worker_init_fn)
+
+
+class _Start:
+    def __init__(self, of_user: Callable[[int], None]) -> None:
+        self._of_user = of_user
+
+    def __call__(self, worker: int) -> None:
+        keep_what_was_here(worker)
+        self._of_user(worker)
 
 
 class Feed(NamedTuple):
@@ -66,7 +85,8 @@ class MicroBatchLoader:
             persistent_workers=options.persistent_workers and options.num_workers > 0,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
             generator=torch.Generator(),  # of its own, so that fetching never moves the global one
-            worker_init_fn=keep_what_was_here,
+            multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
+            worker_init_fn=options.start_worker,
         )
 
     def feeds(self, picks: Iterable[Pick]) -> Iterator[Feed]:
@@ -83,11 +103,25 @@ class MicroBatchLoader:
         """Fetch one micro-batch in this process, beside what `feeds` is at."""
         return self._collate(self._dataset.__getitems__(pick))
 
-    def evaluation(self, batch_size: int, rank: int, size: int, *, in_turns: bool = False) -> Iterator[Feed]:
-        """The batches that `rank` of `size` evaluates: a block of them, or each `size`-th where ranks take turns."""
+    def evaluation(
+        self,
+        batch_size: int,
+        rank: int,
+        size: int,
+        *,
+        in_turns: bool = False,
+        order: Order | None = None,
+        drop_last: bool = False,
+    ) -> Iterator[Feed]:
+        """The batches that `rank` of `size` evaluates: a block of them, or each `size`-th where ranks take turns.
+
+        They follow the dataset, or `order`; `drop_last` leaves out what fills no batch.
+        """
+        samples = self._samples if order is None else len(order)
         if in_turns:
-            return self.feeds(islice(evaluation_picks(self._samples, batch_size, 0, 1), rank, None, size))
-        return self.feeds(evaluation_picks(self._samples, batch_size, rank, size))
+            everyone = evaluation_picks(samples, batch_size, 0, 1, order, drop_last=drop_last)
+            return self.feeds(islice(everyone, rank, None, size))
+        return self.feeds(evaluation_picks(samples, batch_size, rank, size, order, drop_last=drop_last))
 
 
 class _Picks:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from allstep.comm.communicator import Communicator
-from allstep.comm.forking import forking_workers, keep_what_was_here
+from allstep.comm.forking import forking_workers
 from allstep.data.loader import Feed, LoaderOptions
 from allstep.data.position import DataPosition
 from allstep.data.seeding import mixed, seed_generators
@@ -150,7 +150,8 @@ def open_source(source: StreamSource) -> list[Iterator[Item]]:
             pin_memory=options.pin_memory,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
             generator=torch.Generator(),  # of its own, so that fetching never moves the global one
-            worker_init_fn=keep_what_was_here,
+            multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
+            worker_init_fn=options.start_worker,
         )
         with forking_workers():
             items.append(iter(loader))

@@ -1,31 +1,33 @@
 """The parts of a run that follow from arguments and data: grid, loader, collator, report."""
 
 import dataclasses
+import hashlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from allstep.arguments import TrainingArguments
 from allstep.comm.agreement import digest, failing_together
 from allstep.comm.communicator import Communicator
 from allstep.data.collate import collate
+from allstep.data.dataloaders import Source
 from allstep.data.feeds import MapFeeds, TrainingFeeds
 from allstep.data.global_batch import accumulation_for
 from allstep.data.grid import Grid
-from allstep.data.loader import LoaderOptions, MicroBatchLoader, check_map_style
+from allstep.data.loader import MicroBatchLoader
+from allstep.data.order import Order, SampledOrder
 from allstep.data.stream_feeds import StreamFeeds
 from allstep.data.stream_loader import StreamLoader
-from allstep.data.streams import StreamGrid, choose_split, is_stream, length_of, shards_of, steps_of
+from allstep.data.streams import StreamGrid, choose_split, length_of, shards_of, steps_of
 from allstep.ddp.sync import send_buffers
-from allstep.errors import ArgumentsError, DataError
+from allstep.errors import ArgumentsError
 from allstep.report.record import RunReport
-from allstep.trainer.losses import accepted_columns
+from allstep.trainer.precision import precision_of
 from allstep.trainer.run import Run
 
-__all__ = ["default_collator", "make_feeds", "make_grid", "make_loader", "make_report", "order_line", "sums_in_order"]
+__all__ = ["default_collator", "make_feeds", "make_grid", "make_report", "order_line", "sums_in_order"]
 
 
 _OF_ONE_RANK = ("output_dir", "local_rank", "run_name", "report_to", "disable_tqdm", "dataloader_")
@@ -33,11 +35,14 @@ _OF_ONE_RANK = ("output_dir", "local_rank", "run_name", "report_to", "disable_tq
 
 
 def make_grid(
-    args: TrainingArguments, dataset: Any, communicator: Communicator, resumed_batch: int | None = None
-) -> Grid | StreamGrid:
-    """Collective. How `dataset` is laid out over the steps of all ranks, which have to agree on everything that decides it.
+    args: TrainingArguments, find_source: Callable[[], Source], communicator: Communicator, resumed_batch: int | None = None
+) -> tuple[Source, Grid | StreamGrid]:
+    """Collective. The training data, and how it is laid out over the steps of all ranks, which have to agree on all of it.
 
     Args:
+        args: how to train.
+        find_source: gives the training data.
+        communicator: the ranks.
         resumed_batch: global batch of the run that goes on, which is kept where `global_batch_size` does not say otherwise.
 
     Raises:
@@ -46,19 +51,20 @@ def make_grid(
         RankFailedError: another rank has nothing to train on.
     """
     with failing_together(communicator, "looking at what to train on"):
-        if dataset is None:
-            raise DataError("Trainer.train() needs a train_dataset; this Trainer was made without one.")
-        grid: Grid | StreamGrid
-        if is_stream(dataset):
-            grid = _stream_grid_of(args, dataset, communicator.size, resumed_batch)
-        else:
-            grid = _grid_of(args, dataset, communicator.size, resumed_batch)
-    said: dict[str, Any] = {"len(train_dataset)": grid.samples, "dataloader_drop_last": grid.drop_last}
-    said["dataloader_split_streams"] = args.dataloader_split_streams
-    if isinstance(grid, StreamGrid):
-        said["shards of train_dataset"] = shards_of(dataset)
+        source = find_source()
+        grid: Grid | StreamGrid = (_stream_grid_of if source.order is None else _grid_of)(
+            args, source, communicator.size, resumed_batch
+        )
+        said: dict[str, Any] = {"len(train_dataset)": grid.samples, "dataloader_drop_last": grid.drop_last}
+        said["dataloader_split_streams"] = args.dataloader_split_streams
+        if source.order is None:
+            said["shards of train_dataset"] = shards_of(source.dataset)
+        if isinstance(source.order, SampledOrder):
+            given = source.order.take(0, 0, len(source.order))
+            said["what the sampler gives"] = hashlib.sha256(repr(given).encode()).hexdigest()
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}  # a subclass may have more, for whatever it likes
     said |= {name: value for name, value in args.to_dict().items() if name in ours and not name.startswith(_OF_ONE_RANK)}
+    said["precision"] = precision_of(args)
     everyone = communicator.all_gather_object(said)
     for name, value in everyone[0].items():
         for rank, others in enumerate(everyone):
@@ -67,18 +73,16 @@ def make_grid(
                     f"The ranks do not agree: {name} is {value!r} on rank 0 and {others.get(name)!r} on rank {rank}. They "
                     f"would take different steps, and wait for each other for ever. Give every rank the same."
                 )
-    if isinstance(grid, StreamGrid):
-        return _with_steps(grid, dataset, communicator)
-    return grid
+    return source, _with_steps(grid, source.dataset, communicator) if isinstance(grid, StreamGrid) else grid
 
 
-def _stream_grid_of(args: TrainingArguments, dataset: Any, size: int, resumed_batch: int | None) -> StreamGrid:
+def _stream_grid_of(args: TrainingArguments, source: Source, size: int, resumed_batch: int | None) -> StreamGrid:
     return StreamGrid(
-        split=choose_split(args.dataloader_split_streams, shards_of(dataset), size),
-        samples=length_of(dataset),
-        micro_batch_size=args.per_device_train_batch_size,
-        micro_batches_per_step=size * _accumulation(args, size, resumed_batch),
-        drop_last=args.dataloader_drop_last,
+        split=choose_split(args.dataloader_split_streams, shards_of(source.dataset), size),
+        samples=source.samples,
+        micro_batch_size=source.batch_size,
+        micro_batches_per_step=size * _accumulation(args, source.batch_size, size, resumed_batch),
+        drop_last=source.drop_last,
     )
 
 
@@ -92,28 +96,27 @@ def _with_steps(grid: StreamGrid, dataset: Any, communicator: Communicator) -> S
     return dataclasses.replace(grid, steps_per_epoch=steps)
 
 
-def _grid_of(args: TrainingArguments, dataset: Any, size: int, resumed_batch: int | None) -> Grid:
-    check_map_style(dataset)
-    accumulation = _accumulation(args, size, resumed_batch)
+def _grid_of(args: TrainingArguments, source: Source, size: int, resumed_batch: int | None) -> Grid:
+    accumulation = _accumulation(args, source.batch_size, size, resumed_batch)
     grid = Grid(
-        samples=len(dataset),
-        micro_batch_size=args.per_device_train_batch_size,
+        samples=source.samples or 0,
+        micro_batch_size=source.batch_size,
         micro_batches_per_step=size * accumulation,
-        drop_last=args.dataloader_drop_last,
+        drop_last=source.drop_last,
     )
     if grid.samples < grid.global_batch_size:
         warnings.warn(
             f"The training dataset has {grid.samples} samples, fewer than one global batch of {grid.global_batch_size} "
-            f"({size} ranks x {accumulation} micro-batches x {args.per_device_train_batch_size} samples): "
+            f"({size} ranks x {accumulation} micro-batches x {source.batch_size} samples): "
             f"each step is made of all {grid.samples}, and ranks without samples take part with weight zero.",
             stacklevel=5,
         )
     return grid
 
 
-def _accumulation(args: TrainingArguments, size: int, resumed_batch: int | None) -> int:
+def _accumulation(args: TrainingArguments, micro_batch: int, size: int, resumed_batch: int | None) -> int:
     """Micro-batches of one step on each rank."""
-    micro_batch, given = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    given = args.gradient_accumulation_steps
     if args.global_batch_size is None:
         if resumed_batch is None:
             return given
@@ -127,37 +130,18 @@ def _accumulation(args: TrainingArguments, size: int, resumed_batch: int | None)
     return accumulation
 
 
-def make_loader(
-    args: TrainingArguments,
-    dataset: Any,
-    model: nn.Module,
-    label_names: list[str],
-    collator: Callable[[list[Any]], Any],
-    device: torch.device,
-) -> MicroBatchLoader | StreamLoader:
-    """What fetches micro-batches of `dataset` for `model` on `device`."""
-    options = LoaderOptions(
-        collator=collator,
-        columns=accepted_columns(model, label_names) if args.remove_unused_columns else None,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and device.type != "cpu",
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-    )
-    return StreamLoader(dataset, args.seed, options) if is_stream(dataset) else MicroBatchLoader(dataset, args.seed, options)
-
-
 def make_feeds(
     loader: MicroBatchLoader | StreamLoader,
     grid: Grid | StreamGrid,
     communicator: Communicator,
-    seed: int,
+    order: Order | None,
     say: Callable[[str], None],
 ) -> TrainingFeeds:
-    """This rank's micro-batches for training; `seed` is that of the order of map-style data."""
+    """This rank's micro-batches for training; `order` is that of map-style data."""
     if isinstance(loader, MicroBatchLoader):
         assert isinstance(grid, Grid)
-        return MapFeeds(loader, grid, communicator.rank, communicator.size, seed)
+        assert order is not None
+        return MapFeeds(loader, grid, communicator.rank, communicator.size, order)
     assert isinstance(grid, StreamGrid)
     return StreamFeeds(loader.training(grid, communicator), grid, communicator, say)
 

@@ -4,27 +4,35 @@ import math
 import time
 from typing import Any
 
+import torch
+from torch import nn
+
 from allstep.comm.watchdog import HERE
-from allstep.data.loader import check_map_style
-from allstep.data.streams import is_stream
 from allstep.errors import DataError
 from allstep.trainer import evaluation
-from allstep.trainer.base import TrainerBase
-from allstep.trainer.evaluation import EvaluationResult, Prediction, PredictionOutput
+from allstep.trainer.evaluation import EvalLoopOutput, Prediction, PredictionOutput
+from allstep.trainer.loading import LoadingTrainer
 from allstep.trainer.metrics import Metrics
-from allstep.trainer.precision import autocast
+from allstep.trainer.precision import autocast, evaluation_dtype
 from allstep.trainer.prediction import Predictor, summary
 
 __all__ = ["EvaluatingTrainer"]
 
 
-class EvaluatingTrainer(TrainerBase):
+class EvaluatingTrainer(LoadingTrainer):
     """Evaluates and predicts. See `Trainer` for the arguments."""
+
+    _keeps_rows = False  # predictions are wanted for themselves
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Collective. Evaluate on `eval_dataset`, or on the Trainer's own; the metrics, the same on every rank.
+
+        Args:
+            eval_dataset: the data, a dict of several by name, or the name of one of the Trainer's own.
+            ignore_keys: keys of the model's outputs that are left out.
+            metric_key_prefix: what the names of metrics begin with.
 
         Raises:
             DataError: there is no dataset, or an empty one.
@@ -33,50 +41,77 @@ class EvaluatingTrainer(TrainerBase):
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}
             for name, part in dataset.items():
-                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+                given = name if eval_dataset is None else part
+                metrics |= self.evaluate(given, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return metrics
-        only_loss = self.args.prediction_loss_only or self.compute_metrics is None
+        loader = self.get_eval_dataloader(eval_dataset)
+        self.callback_handler.eval_dataloader = loader
         with HERE.within("evaluate"):
-            _, metrics = self._evaluated(dataset, ignore_keys, metric_key_prefix, only_loss)
-        self.log(metrics)
-        self.callback_handler.call("on_evaluate", metrics=metrics)
-        return metrics
+            output = self.evaluation_loop(
+                loader,
+                description="Evaluation",
+                prediction_loss_only=True if self.compute_metrics is None else None,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+        self.log(output.metrics)
+        self.callback_handler.call("on_evaluate", metrics=output.metrics)
+        return output.metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Collective. What the model says about `test_dataset`, rows in its order, the same on every rank."""
-        only_loss = self.args.prediction_loss_only
-        with HERE.within("predict"):
-            result, metrics = self._evaluated(test_dataset, ignore_keys, metric_key_prefix, only_loss, keeps_rows=not only_loss)
-        self.callback_handler.call("on_predict", metrics=metrics)
-        return PredictionOutput(result.predictions, result.label_ids, metrics)
+        loader = self.get_test_dataloader(test_dataset)
+        self._keeps_rows = True
+        try:
+            with HERE.within("predict"):
+                output = self.evaluation_loop(
+                    loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+                )
+        finally:
+            self._keeps_rows = False
+        self.callback_handler.call("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
-    def _evaluated(
-        self, dataset: Any, ignore_keys: list[str] | None, prefix: str, only_loss: bool, *, keeps_rows: bool = False
-    ) -> tuple[EvaluationResult, dict[str, float]]:
-        if dataset is not None and not is_stream(dataset):
-            check_map_style(dataset)
-        if dataset is None or (not is_stream(dataset) and not len(dataset)):
-            raise DataError(f"There is nothing to evaluate: the dataset is {'missing' if dataset is None else 'empty'}.")
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Collective. Run the model on all that `dataloader` has, each sample once over all ranks; override to add to it.
+
+        Args:
+            dataloader: what a `get_*_dataloader` gave, or any DataLoader, of all ranks.
+            description: what is being done, for a person.
+            prediction_loss_only: compute nothing but the loss; None as the arguments say.
+            ignore_keys: keys of the model's outputs that are left out.
+            metric_key_prefix: what the names of metrics begin with.
+
+        Raises:
+            DataError: there is not one sample.
+            RankFailedError: another rank could not evaluate its part.
+        """
         began = time.perf_counter()
-        args, model, communicator = self.args, self._ready_model(), self.communicator
-        batch_size = args.per_device_eval_batch_size
-        predictor = Predictor(
-            model=model,
-            compute_loss=self._counted_loss,
-            label_names=self.label_names,
-            only_loss=only_loss,
-            ignored=ignore_keys or (),
-            preprocess=self.preprocess_logits_for_metrics,
-        )
+        args, communicator, source = self.args, self.communicator, self._source(dataloader)
+        only_loss = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        model = self._ready_model()
         metrics = Metrics(
             None if only_loss else self.compute_metrics,
             self.device,
             by_batch=args.batch_eval_metrics,
-            keeps_rows=keeps_rows,
+            keeps_rows=not only_loss and (self._keeps_rows or self.compute_metrics is None),
             include=args.include_for_metrics,
         )
+
+        def predict(inputs: Any) -> Prediction:
+            loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            return Prediction(loss, logits, labels)
 
         def on_batch(said: Prediction) -> None:
             metrics.update(said)
@@ -84,8 +119,8 @@ class EvaluatingTrainer(TrainerBase):
 
         rounds = metrics.rounds()
         result = evaluation.evaluate(
-            self._loader(dataset).evaluation(batch_size, communicator.rank, communicator.size, in_turns=rounds is not None),
-            predictor,
+            evaluation.feeds_of(source, args.seed, communicator, in_turns=rounds is not None),
+            predict,
             model,
             communicator,
             weigh=self._loss_facts.weight,
@@ -95,9 +130,46 @@ class EvaluatingTrainer(TrainerBase):
             forward_context=lambda: autocast(args, self.device),
             on_batch=on_batch,
             rounds=rounds,
+            rows_by_inputs=source.gives_batches,
+            main_input=getattr(model, "main_input_name", "input_ids"),
+            dtype=evaluation_dtype(args),
         )
         if not result.samples:
-            raise DataError(f"There is nothing to evaluate: the stream {type(dataset).__name__} is empty. Expected a sample.")
+            raise DataError(
+                f"There is nothing to evaluate: the stream {type(source.dataset).__name__} is empty. Expected a sample."
+            )
         computed = metrics.compute(result, communicator)
         seconds = max(time.perf_counter() - began, 1e-9)
-        return result, summary(result, computed, prefix, seconds, math.ceil(result.samples / batch_size))
+        batches = math.ceil(result.samples / args.per_device_eval_batch_size)
+        numbers = summary(result, computed, metric_key_prefix, seconds, batches)
+        return EvalLoopOutput(result.predictions, result.label_ids, numbers, result.samples)
+
+    def prediction_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The older name of `evaluation_loop`."""
+        return self.evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """What the model says about a batch: (mean loss, logits, labels), None for what there is not; override for your own.
+
+        Args:
+            model: in eval mode; gradients are off.
+            inputs: a batch, not yet on the device.
+            prediction_loss_only: give nothing but the loss.
+            ignore_keys: keys of the model's outputs that are left out.
+        """
+        predictor = Predictor(
+            model=model,
+            compute_loss=self._counted_loss,
+            label_names=self.label_names,
+            only_loss=prediction_loss_only,
+            ignored=ignore_keys if ignore_keys is not None else self._keys_to_ignore,
+        )
+        weight = self._loss_facts.weight(inputs) if self._loss_takes_count else 1
+        return predictor(self._prepare_inputs(inputs), weight)
+
+    @property
+    def _keys_to_ignore(self) -> list[str]:
+        """Outputs that the model's configuration says are for inference only, such as past key values."""
+        return list(getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or ())

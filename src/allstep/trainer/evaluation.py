@@ -16,14 +16,26 @@ from torch import nn
 
 from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import Communicator
-from allstep.data.collate import to_device
+from allstep.data.collate import size_of
+from allstep.data.dataloaders import Source
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
+from allstep.data.stream_loader import StreamLoader
 from allstep.ddp.sync import send_buffers
 from allstep.trainer.exact_sum import ExactSum
 from allstep.trainer.gathering import gathered, in_order, outlined, to_numpy
+from allstep.trainer.precision import in_evaluation_dtype
 
-__all__ = ["EvalPrediction", "EvaluationResult", "Prediction", "PredictionOutput", "Rounds", "evaluate"]
+__all__ = [
+    "EvalLoopOutput",
+    "EvalPrediction",
+    "EvaluationResult",
+    "Prediction",
+    "PredictionOutput",
+    "Rounds",
+    "evaluate",
+    "feeds_of",
+]
 
 UNREAD = 64
 """Losses that are left on the device before they are read, so that it is seldom waited for."""
@@ -50,6 +62,15 @@ class PredictionOutput(NamedTuple):
     predictions: Any
     label_ids: Any
     metrics: dict[str, float] | None
+
+
+class EvalLoopOutput(NamedTuple):
+    """What `Trainer.evaluation_loop` returns, on every rank."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+    num_samples: int
 
 
 class Prediction(NamedTuple):
@@ -86,9 +107,17 @@ class Rounds(NamedTuple):
     """Called on every rank with every batch, and with whether it is the last."""
 
 
+def feeds_of(source: Source, seed: int, communicator: Communicator, *, in_turns: bool) -> Iterator[Feed]:
+    """The batches of `source` that this rank evaluates; with `in_turns`, each N-th."""
+    loader, rank, size = source.loader(seed), communicator.rank, communicator.size
+    if isinstance(loader, StreamLoader):
+        return loader.evaluation(source.batch_size, rank, size)
+    return loader.evaluation(source.batch_size, rank, size, in_turns=in_turns, order=source.order, drop_last=source.drop_last)
+
+
 def evaluate(
     feeds: Iterable[Feed],
-    predict: Callable[[Any, float], Prediction],
+    predict: Callable[[Any], Prediction],
     model: nn.Module,
     communicator: Communicator,
     *,
@@ -99,18 +128,24 @@ def evaluate(
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     on_batch: Callable[[Prediction], None] = lambda said: None,
     rounds: Rounds | None = None,
+    rows_by_inputs: bool = False,
+    main_input: str = "input_ids",
+    dtype: torch.dtype | None = None,
 ) -> EvaluationResult:
     """Collective. Run `predict` on this rank's batches, with the model in eval mode, and put all ranks' results together.
 
     All ranks use rank 0's buffers, which are also those that a checkpoint has.
 
     Args:
-        predict: given inputs on the device and their weight.
+        predict: given inputs, which are not on the device yet.
         weigh: what the mean loss of inputs is taken over.
         keep: what to gather beside the loss: "predictions", "label_ids", "inputs", "loss"; nothing where ranks go in rounds.
         forward_context: entered around every `predict`.
         on_batch: called after each batch of this rank.
         rounds: where every rank is to see every batch.
+        rows_by_inputs: a feed's inputs tell how many samples they are, not its sample ids.
+        main_input: name of the one that is kept where inputs are; all of them where there is none of that name.
+        dtype: what the model is cast to meanwhile; None for nothing.
 
     Raises:
         RankFailedError: another rank could not evaluate its part.
@@ -119,18 +154,20 @@ def evaluate(
 
     def run(feed: Feed) -> dict[str, Any]:
         seed_generators(mixed(seed, feed.micro_batch.number))
-        inputs, weight = to_device(feed.inputs, device), weigh(feed.inputs)
+        weight, inputs = weigh(feed.inputs), dict(feed.inputs) if type(feed.inputs) is dict else feed.inputs
+        samples = (size_of(feed.inputs) if rows_by_inputs else None) or len(feed.sample_ids)
         with forward_context():
-            said = predict(inputs, weight)
-        rows.add(said, weight, feed.micro_batch.number, len(feed.sample_ids))
+            said = predict(inputs)
+        rows.add(said, weight, feed.micro_batch.number, samples)
         on_batch(said)
-        return _parts(said, inputs, len(feed.sample_ids))
+        has_main = isinstance(feed.inputs, Mapping) and main_input in feed.inputs
+        return _parts(said, feed.inputs[main_input] if has_main else feed.inputs, samples)
 
     send_buffers(communicator, model)  # or each rank would evaluate with batch statistics of its own
     was_training = model.training
     model.eval()
     try:
-        with preserved_generators(), torch.no_grad():
+        with preserved_generators(), torch.no_grad(), in_evaluation_dtype(model, dtype):
             if rounds is None:
                 with failing_together(communicator, "evaluating"):
                     for feed in feeds:

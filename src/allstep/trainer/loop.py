@@ -13,6 +13,8 @@ from allstep.trainer.decisions import EVALUATION_EVENTS, STEP_EVENTS, agree, fin
 from allstep.trainer.drift import check_drift, is_due
 from allstep.trainer.ledger import note_step
 from allstep.trainer.meter import StepResult
+from allstep.trainer.metric_schedulers import advance_by_metric
+from allstep.trainer.optimizers import resting, set_training
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.step import take_step
@@ -24,6 +26,7 @@ def train(run: Run, saver: Saver) -> None:
     """Take the steps of `run` that are still to be taken."""
     state = run.callbacks.state
     run.bare_model.train()
+    set_training(run.optimizer, True)
     run.optimizer.zero_grad(set_to_none=True)
     find_deciders(run)
     run.callbacks.call("on_train_begin")
@@ -32,7 +35,8 @@ def train(run: Run, saver: Saver) -> None:
         _evaluate(run)
         agree(run, EVALUATION_EVENTS)
     _begin(run)
-    while state.global_step < run.plan.max_steps and not run.callbacks.control.should_training_stop:
+    run.meter.begin()
+    while _goes_on(run):
         _epoch(run, saver)
         if run.position.step and not run.is_stopping:  # a callback ended the epoch before its end
             run.position = state.position = DataPosition(epoch=run.position.epoch + 1)
@@ -40,7 +44,17 @@ def train(run: Run, saver: Saver) -> None:
     HERE.enter("the end of training")
     saver.finish()
     run.settle()
-    run.callbacks.call("on_train_end")
+    set_training(run.optimizer, False)
+    run.meter.gather(state)
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether there are steps and epochs left; an epoch that a callback ended early counts as one."""
+    return (
+        run.callbacks.state.global_step < run.plan.max_steps
+        and run.position.epoch < run.plan.epochs
+        and not run.callbacks.control.should_training_stop
+    )
 
 
 def _begin(run: Run) -> None:
@@ -95,26 +109,31 @@ def _advance(run: Run, result: StepResult) -> None:
 
 def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     """Do what callbacks asked for, in this order, so that a checkpoint holds what was logged and measured."""
+    wanted = run.callbacks.control.should_save
     if saver.poll():
+        run.callbacks.control.should_save |= wanted  # what came in is of an earlier step
         agree(run, ["on_save"])
-    control = run.callbacks.control
-    if control.should_log:
+    if run.callbacks.control.should_log:
         _log(run, result)
         agree(run, ["on_log"])
-    if control.should_evaluate:
-        if saver.note(_evaluate(run)) and run.args.save_strategy == "best":
-            control.should_save = True
+    if run.callbacks.control.should_evaluate:
+        metrics = _evaluate(run)
+        advance_by_metric(run.scheduler, metrics, run.args.metric_for_best_model, run.communicator)
+        if saver.note(metrics) and run.args.save_strategy == "best":
+            run.callbacks.control.should_save = True
         agree(run, EVALUATION_EVENTS)
-    if control.should_save:
-        save(run, saver)
+    if run.callbacks.control.should_save:
+        run.save()
         agree(run, ["on_save"])
+    control = run.callbacks.control
     control.should_log = control.should_evaluate = control.should_save = False
 
 
 def save(run: Run, saver: Saver) -> None:
     """Collective. Write a checkpoint of where the run stands."""
     run.settle()
-    with run.meter.paused(), HERE.within("save"):
+    run.meter.gather(run.callbacks.state)
+    with run.meter.paused(), HERE.within("save"), resting(run.optimizer):
         check_drift(run)  # weights that differ are worth no checkpoint
         saver.save()
 
@@ -122,19 +141,20 @@ def save(run: Run, saver: Saver) -> None:
 def _log(run: Run, result: StepResult) -> None:
     state = run.callbacks.state
     run.meter.settle(state)
-    if not state.interval.weight:
+    if not run.meter.has_news:
         return  # logged already at this step
-    logs = {"loss": state.interval.mean, "learning_rate": result.learning_rate}
+    logs = {"loss": state.interval.mean}
     if result.grad_norm is not None:
         logs["grad_norm"] = float(result.grad_norm)
+    logs |= {"learning_rate": result.learning_rate, "epoch": state.epoch}
     if state.skipped_steps:
         logs["skipped_steps"] = state.skipped_steps
     state.interval.clear()
-    run.log(logs)
+    run.log(logs | run.meter.logs(state))
 
 
 def _evaluate(run: Run) -> dict[str, float]:
-    with run.meter.paused():
+    with run.meter.paused(), resting(run.optimizer):
         metrics = run.evaluate()
     run.bare_model.train()
     return metrics

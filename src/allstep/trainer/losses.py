@@ -195,8 +195,14 @@ def label_names_of(model: nn.Module, named: Sequence[str] | None) -> list[str]:
 
 
 def accepted_columns(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
-    """Names that the model's forward takes, and labels; None where it takes any (`**kwargs`)."""
+    """Names that the model's forward has, and labels; None where it names nothing and takes anything (`**kwargs`).
+
+    A forward that names its inputs and has `**kwargs` too passes those on to its inner parts: as in Hugging Face's Trainer, a
+    column of another name, such as the text that was tokenized, is not for it.
+    """
     parameters = inspect.signature(inner_model(model).forward).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    any_kind = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {parameter.name for parameter in parameters if parameter.kind not in any_kind}
+    if not named and any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset({parameter.name for parameter in parameters} | {"label", "label_ids", "labels"} | set(label_names))
+    return frozenset(named | {"label", "label_ids", "labels"} | set(label_names))

@@ -15,7 +15,7 @@ from allstep.trainer.nonfinite import BufferCopies
 from allstep.trainer.run import Run
 from allstep.trainer.window import reduce_gradients
 
-__all__ = ["Reduced", "is_out_of_memory", "reduce_within_memory", "smaller"]
+__all__ = ["Reduced", "free_device_memory", "is_out_of_memory", "reduce_within_memory", "smaller"]
 
 _HERE, _ELSE = 1, 2
 _WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
@@ -53,6 +53,13 @@ def reduce_within_memory(run: Run, epoch: int, step: int) -> Reduced:
         # outside of the handler: the error's traceback holds the activations
         buffers.put_back()
         _use_smaller(run)
+
+
+def free_device_memory(run: Run) -> None:
+    """Give back what torch's allocator holds and nobody uses, each `torch_empty_cache_steps` steps; nothing on the CPU."""
+    every = run.args.torch_empty_cache_steps
+    if every is not None and run.device.type != "cpu" and run.callbacks.state.global_step % every == 0:
+        torch.accelerator.memory.empty_cache()
 
 
 def _can_go_on(run: Run, error: Exception) -> bool:
@@ -96,8 +103,7 @@ def _use_smaller(run: Run) -> None:
         torch.accelerator.memory.empty_cache()
     samples = run.feeds.samples
     run.feeds.close()
-    seed = run.args.seed if run.args.data_seed is None else run.args.data_seed
-    run.feeds = make_feeds(run.loader, run.grid, run.communicator, seed, lambda text: None)
+    run.feeds = make_feeds(run.loader, run.grid, run.communicator, run.source.order, lambda text: None)
     run.feeds.samples = samples
     run.feeds.begin(run.position, run.plan.max_steps - state.global_step)
     state.train_batch_size = size

@@ -25,8 +25,6 @@ class Predictor:
     """Keep nothing but the loss."""
     ignored: Collection[str] = ()
     """Keys of the model's outputs that are left out."""
-    preprocess: Callable[[Any, Any], Any] | None = None
-    """`preprocess_logits_for_metrics`."""
 
     def __call__(self, inputs: Any, weight: float) -> Prediction:
         """What the model says about `inputs`, which are on its device, and whose mean loss is taken over `weight`.
@@ -41,8 +39,7 @@ class Predictor:
             loss, outputs = self.compute_loss(self.model, inputs, weight, return_outputs=True)
         if self.only_loss:
             return Prediction(loss, None, None)
-        logits = _logits(outputs, loss is not None, self.ignored)
-        return Prediction(loss, logits if self.preprocess is None else self.preprocess(logits, labels), labels)
+        return Prediction(loss, _logits(outputs, loss is not None, self.ignored), labels)
 
     def _labels(self, inputs: Any) -> Any:
         if not isinstance(inputs, Mapping):

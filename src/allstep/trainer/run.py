@@ -11,6 +11,7 @@ from torch import nn
 
 from allstep.arguments import TrainingArguments
 from allstep.comm.communicator import Communicator
+from allstep.data.dataloaders import Source
 from allstep.data.feeds import TrainingFeeds
 from allstep.data.grid import Grid
 from allstep.data.loader import MicroBatchLoader
@@ -22,6 +23,7 @@ from allstep.errors import ArgumentsError
 from allstep.report.ledger import Ledger
 from allstep.trainer.callbacks import CallbackHandler
 from allstep.trainer.meter import Meter
+from allstep.trainer.scaling import AgreedGradScaler
 
 __all__ = ["Plan", "Run"]
 
@@ -71,6 +73,8 @@ class Run:
     scheduler: Any
     """A schedule with `step`, `state_dict` and `load_state_dict`."""
     grid: Grid | StreamGrid
+    source: Source
+    """The training data and its order."""
     loader: MicroBatchLoader | StreamLoader
     feeds: TrainingFeeds
     """This rank's micro-batches, from `loader`."""
@@ -78,12 +82,18 @@ class Run:
     callbacks: CallbackHandler
     sums_in_order: bool
     """Whether gradients are summed in an order that does not depend on the number of ranks."""
+    scaler: AgreedGradScaler | None = None
+    """What scales the losses of a float16 run; None in others."""
     ledger: Ledger | None = None
     """What writes down every step; None for nobody."""
     weigh: Callable[[Any], float]
     """What the mean loss of inputs is taken over: their weight."""
     compute_loss: Callable[[nn.Module, Any, float], torch.Tensor]
     """The mean loss of a micro-batch, given the wrapped model, inputs on the device, and their weight."""
+    training_step: Callable[[nn.Module, Any, float, Callable[[torch.Tensor], None]], Any]
+    """Forward and backward of a micro-batch, given the wrapped model, inputs, their weight, and what goes backward."""
+    has_own_step: bool = False
+    """Whether the training step is the user's, which may go backward as often as it likes."""
     meter: Meter
     deciding_events: frozenset[str] = frozenset()
     """Events behind which the ranks have to agree on what callbacks wish; see `trainer/decisions.py`."""
@@ -96,6 +106,8 @@ class Run:
     say: Callable[[str], None]
     """Shows a person a line, on rank 0."""
     log: Callable[[dict[str, float]], None]
+    save: Callable[[], None]
+    """Collective. Writes a checkpoint, by the user's method if there is one."""
     evaluate: Callable[[], dict[str, float]]
 
     def settle(self) -> None:

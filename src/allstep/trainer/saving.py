@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +40,20 @@ class Saver:
         run: the run.
         checkpoints: where they lie.
         processing_class: a tokenizer or the like, saved beside the model.
+        write_model: the user's way to write the model into a folder, on rank 0.
     """
 
-    def __init__(self, run: Run, checkpoints: CheckpointManager, processing_class: Any) -> None:
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: CheckpointManager,
+        processing_class: Any,
+        write_model: Callable[[Path], object] | None = None,
+    ) -> None:
         self._run, self._checkpoints, self._processing_class = run, checkpoints, processing_class
+        self._write_model = write_model
+        self.calls = 0
+        """How often `save` was called."""
         self._best_is_now = False  # the last evaluation was the best, and no checkpoint holds it yet
         self._best_on_disk = _Best()
         self._best_to_be: _Best | None = None  # once the checkpoint that is being written has come in
@@ -79,6 +90,7 @@ class Saver:
             CheckpointError: on every rank. Older checkpoints are untouched.
         """
         self.finish()
+        self.calls += 1
         send_buffers(self._run.communicator, self._run.bare_model)
         args, state = self._run.args, self._run.callbacks.state
         if self._best_is_now and state.best_global_step == state.global_step:
@@ -170,16 +182,30 @@ class Saver:
         # Generators are seeded for each micro-batch, so nothing depends on where they stood (test_resume_elsewhere.py).
         wanted = dataclasses.replace(self._train_state(not self._run.args.save_only_model), with_generators=False)
         saved = TrainerState.from_dict(self._checkpoints.load(folder, wanted).trainer_state)
-        for name in ("epoch", "global_step", "log_history", "interval", "run", "skipped_steps"):
+        for name in (
+            "epoch",
+            "global_step",
+            "log_history",
+            "interval",
+            "run",
+            "skipped_steps",
+            "num_input_tokens_seen",
+            "total_flos",
+        ):
             setattr(state, name, getattr(saved, name))
         for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(state, name, getattr(saved, name))
         if saved.best_model_checkpoint is not None:
             self._best_on_disk = _Best(saved.best_metric, saved.best_global_step, saved.best_model_checkpoint)
+        if run.args.restore_callback_states_from_checkpoint:
+            run.callbacks.restore(saved.stateful_callbacks)
         self._record.resumed_from(folder)
         steps = run.grid.steps_per_epoch or sys.maxsize  # without a length: still in the first pass
         position = saved.position or DataPosition.after(state.global_step, steps)
-        run.position = state.position = self._placed(position, saved.global_batch_size, folder)
+        position = self._placed(position, saved.global_batch_size, folder)
+        if run.args.ignore_data_skip:
+            position = DataPosition(epoch=position.epoch)
+        run.position = state.position = position
         run.model.check_consistency(run.optimizer)
         return _went_on(folder, saved, run)
 
@@ -212,12 +238,15 @@ class Saver:
 
     def _train_state(self, whole: bool) -> TrainState:
         run = self._run
+        run.callbacks.state.stateful_callbacks = run.callbacks.export()
         return TrainState(
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,
             scheduler=run.scheduler if whole else None,
+            scaler=run.scaler if whole else None,
             data=run.feeds if whole and isinstance(run.feeds, StreamFeeds) else None,
             processing_class=self._processing_class,
+            write_model=self._write_model,
             trainer_state=run.callbacks.state.to_dict(),
             training_args=run.args.to_dict(),
             with_generators=whole,

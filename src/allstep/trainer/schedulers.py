@@ -5,8 +5,10 @@ from 0; `make_scheduler` hangs the same function on an optimizer. The shapes are
 Face's TrainingArguments, with the same settings. Cosine and restarts: Loshchilov and Hutter, "SGDR", 2017. Inverse square
 root: Vaswani et al., "Attention is all you need", 2017, section 5.3. Warm-up, plateau, decay: Hu et al., "MiniCPM", 2024.
 
-All but `constant` climb linearly from 0 to 1 over the warm-up, then fall from 1 as their name says. Steps past the end of
-training keep the last value.
+All but `constant` climb linearly from 0 to 1 over the warm-up (`cosine_warmup_with_min_lr` from above 0), then fall from 1 as
+their name says. Steps past the end of training keep the last value.
+
+Two schedules are no function of the step, `reduce_lr_on_plateau` and `greedy`: see `trainer/metric_schedulers.py`.
 """
 
 import inspect
@@ -17,7 +19,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from allstep._arguments.choices import SCHEDULES_BY_EVALUATION
 from allstep.errors import ArgumentsError
+from allstep.trainer.metric_schedulers import make_metric_scheduler
 
 __all__ = ["make_scheduler", "schedule"]
 
@@ -39,14 +43,23 @@ def schedule(name: str, step: int, warmup_steps: int, total_steps: int, *, base_
     return _factor(name, warmup_steps, total_steps, base_lr, kwargs)(step)
 
 
-def make_scheduler(name: str, optimizer: Optimizer, warmup_steps: int, total_steps: int, **kwargs: Any) -> LambdaLR:
+def make_scheduler(
+    name: str, optimizer: Optimizer, warmup_steps: int, total_steps: int, *, larger_is_better: bool = False, **kwargs: Any
+) -> Any:
     """A torch scheduler whose rate at step k is base rate × `schedule(name, k, ...)`; call `step()` after each optimizer step.
 
+    Of `reduce_lr_on_plateau` and `greedy`, which know of no steps, call `step(metric)` after each evaluation.
+
     Its `state_dict` holds numbers only and loads with `torch.load(weights_only=True)`.
+
+    Args:
+        larger_is_better: the direction of the metric, for those that look at one; `mode` in `kwargs` says it too.
 
     Raises:
         ArgumentsError: no schedule of that name, or a setting that it does not have.
     """
+    if name in SCHEDULES_BY_EVALUATION:
+        return make_metric_scheduler(name, optimizer, {"mode": "max" if larger_is_better else "min", **kwargs})
     # A nested function, not a callable object: LambdaLR leaves functions out of its state_dict (test_schedulers.py).
     return LambdaLR(optimizer, _factor(name, warmup_steps, total_steps, float(optimizer.defaults["lr"]), kwargs))
 
@@ -54,7 +67,7 @@ def make_scheduler(name: str, optimizer: Optimizer, warmup_steps: int, total_ste
 def _factor(name: str, warmup_steps: int, total_steps: int, base_lr: float, settings: dict[str, Any]) -> Callable[[int], float]:
     """Check the settings once; what is left is a function of the step."""
     if name not in _SHAPES:
-        raise ArgumentsError(f"lr_scheduler_type={name!r}: expected one of {', '.join(_SHAPES)}.")
+        raise ArgumentsError(f"lr_scheduler_type={name!r}: expected one of {', '.join([*_SHAPES, *SCHEDULES_BY_EVALUATION])}.")
     shape = _SHAPES[name]
     takes = list(inspect.signature(shape).parameters)[len(_GIVEN) :]
     unknown = [setting for setting in settings if setting not in takes]
@@ -116,16 +129,46 @@ def _cosine_with_min_lr(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> Callable[[int], float]:
+    floor = _floor("cosine_with_min_lr", base_lr, min_lr, min_lr_rate)
+    return _falling(warmup_steps, total_steps, lambda done: floor + (1.0 - floor) * _half_wave(num_cycles * done))
+
+
+def _cosine_warmup_with_min_lr(
+    warmup_steps: int,
+    total_steps: int,
+    base_lr: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> Callable[[int], float]:
+    """One step ahead of `cosine_with_min_lr`: the first step already moves, and the last one reaches the floor."""
+    floor = _floor("cosine_warmup_with_min_lr", base_lr, min_lr, min_lr_rate)
+    length = max(1, total_steps - warmup_steps)
+
+    def factor(step: int) -> float:
+        if step >= warmup_steps:
+            done = min(1.0, (step - warmup_steps + 1) / length)
+            return max(0.0, floor + (1.0 - floor) * _half_wave(num_cycles * done))
+        if warmup_lr_rate is None:
+            return (step + 1) / warmup_steps
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup_steps - 1)
+
+    return factor
+
+
+def _floor(name: str, base_lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+    """The share of the base learning rate below which a schedule does not fall, given as a rate or as a share."""
     if (min_lr is None) == (min_lr_rate is None):
         raise ArgumentsError(
-            f"lr_scheduler_kwargs of 'cosine_with_min_lr': found min_lr={min_lr} and min_lr_rate={min_lr_rate}, expected one "
+            f"lr_scheduler_kwargs of {name!r}: found min_lr={min_lr} and min_lr_rate={min_lr_rate}, expected one "
             f'of them: {{"min_lr": a learning rate}} or {{"min_lr_rate": a share of learning_rate}}.'
         )
     if min_lr is not None and not 0 <= min_lr < base_lr:
-        raise ArgumentsError(f"min_lr={min_lr} of 'cosine_with_min_lr': expected 0 to learning_rate={base_lr}.")
+        raise ArgumentsError(f"min_lr={min_lr} of {name!r}: expected 0 to learning_rate={base_lr}.")
     floor = min_lr_rate if min_lr is None else min_lr / base_lr
     assert floor is not None  # one of the two is given
-    return _falling(warmup_steps, total_steps, lambda done: floor + (1.0 - floor) * _half_wave(num_cycles * done))
+    return floor
 
 
 def _polynomial(
@@ -204,5 +247,6 @@ _SHAPES: dict[str, Callable[..., Callable[[int], float]]] = {
     "constant_with_warmup": _constant_with_warmup,
     "inverse_sqrt": _inverse_sqrt,
     "cosine_with_min_lr": _cosine_with_min_lr,
+    "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
     "warmup_stable_decay": _warmup_stable_decay,
 }

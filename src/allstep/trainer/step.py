@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of the window, reduced; clip; move the weights, or leave the step out."""
+"""One optimizer step: gradients of the window, reduced; unscale; clip; move the weights, or leave the step out."""
 
 import math
 
@@ -7,10 +7,12 @@ import torch
 from allstep.comm.watchdog import HERE
 from allstep.trainer.gradients import clip_gradients, drop_gradients, gradient_norm
 from allstep.trainer.ledger import note_gradients
-from allstep.trainer.memory import Reduced, reduce_within_memory
+from allstep.trainer.memory import Reduced, free_device_memory, reduce_within_memory
 from allstep.trainer.meter import StepResult
+from allstep.trainer.metric_schedulers import advance
 from allstep.trainer.nonfinite import report_nonfinite
 from allstep.trainer.run import Run
+from allstep.trainer.scaling import AgreedGradScaler
 
 __all__ = ["take_step"]
 
@@ -28,7 +30,11 @@ def take_step(run: Run, epoch: int, step: int) -> StepResult:
         NonFiniteGradientsError: gradients are not finite, and the arguments do not say to go on; neither has it.
         Exception: whatever this rank's data or model raised, after the other ranks were told.
     """
+    free_device_memory(run)
     reduced = reduce_within_memory(run, epoch, step)
+    HERE.enter("optimizer")
+    if run.scaler is not None and _overflows(run, run.scaler):
+        return _pass_over(run, reduced)
     norm = _norm(run)
     if norm is not None and run.args.nonfinite_gradients != "ignore" and not math.isfinite(norm):
         return _leave_out(run, reduced)
@@ -38,20 +44,39 @@ def take_step(run: Run, epoch: int, step: int) -> StepResult:
 
 def _norm(run: Run) -> torch.Tensor | None:
     """The norm of the reduced gradients, 0-dim, which are clipped to what the arguments say; None where nobody asks for it."""
-    HERE.enter("optimizer")
     note_gradients(run)
     if run.args.max_grad_norm > 0:
         return clip_gradients(run.parameters, run.args.max_grad_norm)
     return None if run.args.nonfinite_gradients == "ignore" else gradient_norm(run.parameters)
 
 
-def _leave_out(run: Run, reduced: Reduced) -> StepResult:
-    """Collective. The gradients are not finite: raise, or count the step, and leave everything as it was."""
+def _overflows(run: Run, scaler: AgreedGradScaler) -> bool:
+    """Collective. Take the scale out of the gradients; whether they are infinite because of it, and not by themselves."""
     totals = run.model.totals
     assert totals is not None
+    weight = float(totals.weight)
+    overflowed = scaler.unscale_gradients(run.optimizer, weight)
+    return overflowed and (run.args.nonfinite_gradients == "ignore" or not scaler.is_used_up(weight))
+
+
+def _pass_over(run: Run, reduced: Reduced) -> StepResult:
+    """Gradients were scaled up too far for float16: the next step has a smaller scale."""
+    run.say(f"step {run.callbacks.state.global_step + 1}: gradients overflow in float16; it is left out, and the scale halved")
+    return _not_taken(run, reduced)
+
+
+def _leave_out(run: Run, reduced: Reduced) -> StepResult:
+    """Collective. The gradients are not finite: raise, or count the step, and leave everything as it was."""
     text = report_nonfinite(run, reduced.counted)
     run.say(f"{text}\n  This step is left out.")
     run.skipped_in_a_row += 1
+    return _not_taken(run, reduced)
+
+
+def _not_taken(run: Run, reduced: Reduced) -> StepResult:
+    """Leave everything as it was before the step."""
+    totals = run.model.totals
+    assert totals is not None
     reduced.buffers.put_back()
     drop_gradients(run.optimizer)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
@@ -65,6 +90,6 @@ def _step(run: Run, norm: torch.Tensor | None) -> StepResult:
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
     run.optimizer.step()
     run.callbacks.call("on_optimizer_step")
-    run.scheduler.step()
+    advance(run.scheduler)
     drop_gradients(run.optimizer)
     return StepResult(totals.carried, totals.weight, norm, learning_rate)

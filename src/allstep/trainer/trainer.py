@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.comm.watchdog import HERE
@@ -21,13 +21,15 @@ from allstep.trainer.assembly import (
 from allstep.trainer.base import made
 from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluating import EvaluatingTrainer
+from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
-from allstep.trainer.meter import Meter
-from allstep.trainer.models import wrap
-from allstep.trainer.optimizers import make_optimizer
+from allstep.trainer.meter import make_meter
+from allstep.trainer.models import in_training, wrap
+from allstep.trainer.optimizing import OptimizingTrainer
+from allstep.trainer.precision import precision_of
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
-from allstep.trainer.schedulers import make_scheduler
+from allstep.trainer.scaling import make_scaler
 from allstep.trainer.state import TrainerState
 from allstep.trainer.stopping import StopRequest, restarts, stop
 from allstep.trainer.verification import StopAfter
@@ -35,7 +37,7 @@ from allstep.trainer.verification import StopAfter
 __all__ = ["TrainOutput", "Trainer"]
 
 
-class Trainer(EvaluatingTrainer):
+class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
     """Trains, evaluates and predicts, with one process or many: the same script under every launcher.
 
     Constructing a Trainer joins the job that this process was started for. Names and meanings of the arguments are those of
@@ -61,20 +63,37 @@ class Trainer(EvaluatingTrainer):
             the first of each row where the model shifts them), else the samples.
     """
 
-    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None) -> "TrainOutput":
+    _ignored_in_evaluations: list[str] | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        *,
+        model_path: str | None = None,
+    ) -> "TrainOutput":
         """Collective. Train to the end and return the mean loss and the numbers of the run.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
                 or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
                 failure goes on from its own newest one where this is None or False.
+            trial: None; there is no search of hyper-parameters here.
+            ignore_keys_for_eval: keys of the model's outputs that evaluations during training leave out.
+            model_path: the older name of `resume_from_checkpoint`.
 
         Raises:
+            TypeError: a trial was given.
             DataError: there is nothing to train on.
             CheckpointError: `output_dir` cannot be written, or the checkpoint cannot be read.
             RankFailedError: another rank failed.
         """
         began = time.perf_counter()
+        if trial is not None:
+            raise TypeError("train(trial=...) is for a search of hyper-parameters, which is not supported; leave it out.")
+        resume_from_checkpoint = resume_from_checkpoint or model_path
+        self._ignored_in_evaluations = ignore_keys_for_eval
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
@@ -97,23 +116,25 @@ class Trainer(EvaluatingTrainer):
         self, checkpoints: CheckpointManager, resume_from_checkpoint: str | os.PathLike[str] | bool | None, began: float
     ) -> "TrainOutput":
         run, saver = self._make_run(checkpoints, resume_from_checkpoint)
-        self.last_run = run
+        self.last_run, self._saver = run, saver
         first_step = self.state.global_step
         try:
             self.sinks.open(run.plan.max_steps, first_step)
-            self._is_training = True
-            with StopRequest() as request:
+            self.is_in_train = True
+            with StopRequest() as request, in_training(self.model, self.args):
                 run.model.raise_hand_if(request.is_asked)
                 loop.train(run, saver)
                 if heed_late_signals(run, request.is_asked()):
+                    self.callback_handler.call("on_train_end")
                     stop(run, saver, request, self.sinks.message)
             if self.args.load_best_model_at_end:
                 saver.load_best()
             output = self._finish(run, first_step, time.perf_counter() - began)
+            self.callback_handler.call("on_train_end")
             if (words := saver.last_words()) is not None:
                 self.sinks.message(words)
         finally:
-            self._is_training = False
+            self.is_in_train = False
             HERE.step = HERE.micro_batch = None
             HERE.enter("")
             saver.abandon()
@@ -134,9 +155,8 @@ class Trainer(EvaluatingTrainer):
             folder = checkpoints.resolve("auto", of_this_job=True)
         else:
             folder = checkpoints.resolve(resume_from_checkpoint)
-        grid = make_grid(
-            args, self.train_dataset, self.communicator, None if folder is None else checkpoints.global_batch_size(folder)
-        )
+        self._resumed_batch = None if folder is None else checkpoints.global_batch_size(folder)
+        source, grid = make_grid(args, self._find_source, self.communicator, self._resumed_batch)
         plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints.prepare()
         model = self._ready_model()
@@ -157,7 +177,7 @@ class Trainer(EvaluatingTrainer):
                 global_batch_size=grid.global_batch_size,
             )
         )
-        loader, seed = self._loader(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
+        loader = source.loader(args.seed)
         run = Run(
             args=args,
             plan=plan,
@@ -168,33 +188,48 @@ class Trainer(EvaluatingTrainer):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             grid=grid,
+            source=source,
             loader=loader,
-            feeds=make_feeds(loader, grid, self.communicator, seed, self.sinks.message),
+            feeds=make_feeds(loader, grid, self.communicator, source.order, self.sinks.message),
             position=DataPosition(),
             callbacks=self.callback_handler,
             sums_in_order=in_order,
+            scaler=make_scaler(precision_of(args), model, self.device, self.communicator, grid.global_batch_size),
             weigh=self._loss_facts.weight,
             compute_loss=self._counted_loss,
-            meter=Meter(self.sinks.step if self.world.is_main else None),
+            training_step=self._step_of,
+            has_own_step=self._has_own_step,
+            meter=make_meter(
+                args,
+                model,
+                self.communicator,
+                self.device,
+                self.processing_class,
+                self.sinks.step if self.world.is_main else None,
+            ),
             say=self.sinks.message,
             log=self.log,
-            evaluate=self.evaluate,
+            save=self._checkpoint,
+            evaluate=self._evaluate,
         )
-        self.callback_handler.kwargs |= {
-            "model": model,
-            "optimizer": run.optimizer,
-            "lr_scheduler": run.scheduler,
-            "train_dataloader": run.loader,
-        }
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = model, run.optimizer, run.scheduler
+        handler.train_dataloader = self._train_dataloader
         if isinstance(grid, StreamGrid):
-            self.sinks.message(f"the training stream {type(self.train_dataset).__name__} is split {grid.split.reason}")
-        saver = Saver(run, checkpoints, self.processing_class)
+            self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
+        saver = Saver(run, checkpoints, self.processing_class, self._own_way())
         if folder is not None:
             self.sinks.message(saver.resume(folder))
         if in_order and (line := order_line(grid, size, sum(p.numel() * p.element_size() for p in run.parameters))):
             self.sinks.message(line)
         run.ledger = open_ledger(run, self._output_dir, with_rows=self._verification is not None)
         return run, saver
+
+    def _evaluate(self) -> dict[str, float]:
+        """`evaluate`, for the loop; an override may have fewer parameters, and return nothing."""
+        ignored = self._ignored_in_evaluations
+        metrics: dict[str, float] | None = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
+        return metrics or {}
 
     def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":
         state = self.state
@@ -211,32 +246,18 @@ class Trainer(EvaluatingTrainer):
             self.sinks.message(
                 f"{state.skipped_steps} of {state.global_step} steps were left out, as their gradients were not finite"
             )
-        return TrainOutput(state.global_step, state.run.mean, {**metrics, "epoch": state.epoch}, report)
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and the schedule that were not given; override to make your own."""
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model, self.args)
-        if self.lr_scheduler is None:
-            self.lr_scheduler = make_scheduler(
-                self.args.lr_scheduler_type,
-                self.optimizer,
-                self.args.get_warmup_steps(num_training_steps),
-                num_training_steps,
-                **_as_dict(self.args.lr_scheduler_kwargs),
-            )
-            self._made_scheduler = self.lr_scheduler
+        output = TrainOutput(state.global_step, state.run.mean, metrics)
+        output.report = report
+        return output
 
 
-class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns, on every rank."""
-
+class _TrainOutput(NamedTuple):
     global_step: int
     training_loss: float
     metrics: dict[str, float]
+
+
+class TrainOutput(_TrainOutput):
+    """What `Trainer.train` returns, on every rank: three values, and what the run amounted to as `report`."""
+
     report: RunReport
-
-
-def _as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
-    assert not isinstance(value, str)  # JSON became a dict when the arguments were checked
-    return value or {}

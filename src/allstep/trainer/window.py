@@ -7,14 +7,12 @@ from contextlib import nullcontext, suppress
 import torch
 
 from allstep.comm.watchdog import HERE
-from allstep.data.collate import to_device
 from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
 from allstep.trainer.gradients import backward
-from allstep.trainer.precision import autocast
 from allstep.trainer.run import Run
 
 __all__ = ["reduce_gradients"]
@@ -33,7 +31,7 @@ def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[Micro
     counted: list[tuple[MicroBatch, float]] = []
     try:
         weight, losses = 0.0, TreeSum(torch.add)
-        reduced = False
+        reduced = is_raw = False
         first = run.communicator.rank * (run.grid.micro_batches_per_step // run.communicator.size)
         for micro_batch in window:
             place, HERE.micro_batch = micro_batch, micro_batch.number
@@ -52,14 +50,19 @@ def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[Micro
                 counted.append((place, own_weight))
                 if run.sums_in_order:
                     run.model.begin_micro_batch(micro_batch.number - first)
-                with nullcontext() if last else run.model.no_sync():
-                    _forward_backward(run, feed, own_weight, weight if last else None, losses)
-                reduced = last
+                reduced = last and not run.has_own_step
+                with nullcontext() if reduced else run.model.no_sync():
+                    turn = _Turn(run, feed, own_weight, weight if reduced else None, losses)
+                    turn.take()
+                is_raw = turn.is_raw
             if not last:
                 run.callbacks.call("on_substep_end")
         if not reduced:
             total = losses.total()
-            run.model.take_part(weight=weight, carried=torch.zeros((), device=run.device) if total is None else total)
+            run.model.take_part(
+                weight=min(weight, 1.0) if is_raw else weight,
+                carried=torch.zeros((), device=run.device) if total is None else total,
+            )
     except (CollectiveError, RankFailedError):
         raise
     except Exception as error:
@@ -68,26 +71,47 @@ def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[Micro
     return counted
 
 
-def _forward_backward(run: Run, feed: Feed, weight: float, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
-    """Accumulate the gradients of weight x loss of one micro-batch, and put that into `losses`.
+class _Turn:
+    """One micro-batch, forward and backward: gradients of weight x loss are accumulated, and that goes into `losses`.
 
-    With `total`, all that was accumulated is reduced, and divided by the weights of all ranks.
+    With `total`, all that was accumulated is reduced in its backward, and divided by the weights of all ranks. That takes one
+    backward, and its loss before it: a training step of the user's may go backward more often, or by `loss.backward()`.
     """
-    micro_batch = feed.micro_batch
-    seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, micro_batch.number))
-    HERE.enter("forward")
-    inputs = to_device(feed.inputs, run.device)
-    with autocast(run.args, run.device):
-        loss = run.compute_loss(run.model, inputs, weight)
-    if run.ledger is not None:
-        run.ledger.note(micro_batch.number, feed.sample_ids, weight, loss.detach(), feed.inputs)
-    losses.put(micro_batch.number, loss.detach().float() * weight)
-    if total is not None:
-        summed = losses.total()
-        assert summed is not None
-        run.model.weigh(total, summed)
-    HERE.enter("backward")
-    backward(loss, weight)
+
+    def __init__(self, run: Run, feed: Feed, weight: float, total: float | None, losses: TreeSum[torch.Tensor]) -> None:
+        self._run, self._feed, self._weight, self._total, self._losses = run, feed, weight, total, losses
+        self.is_raw = run.has_own_step
+        """Whether nothing went through `Accelerator.backward`, so that gradients are not weighted."""
+
+    def take(self) -> None:
+        """Run the training step."""
+        run, inputs = self._run, self._feed.inputs
+        run.meter.count(inputs)
+        seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, self._feed.micro_batch.number))
+        HERE.enter("forward")
+        loss = run.training_step(run.model, dict(inputs) if type(inputs) is dict else inputs, self._weight, self.backward)
+        if run.has_own_step:
+            loss = torch.as_tensor(loss, device=run.device).detach().reshape(())
+            self._note(loss, 1.0 if self.is_raw else self._weight)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradients of weight x `loss`."""
+        run = self._run
+        self.is_raw = False
+        if not run.has_own_step:
+            self._note(loss.detach(), self._weight)
+        if self._total is not None:
+            summed = self._losses.total()
+            assert summed is not None
+            run.model.weigh(self._total, summed)
+        HERE.enter("backward")
+        backward(loss, self._weight if run.scaler is None else self._weight * run.scaler.factor)
+
+    def _note(self, loss: torch.Tensor, weight: float) -> None:
+        feed, ledger = self._feed, self._run.ledger
+        if ledger is not None:
+            ledger.note(feed.micro_batch.number, feed.sample_ids, weight, loss, feed.inputs)
+        self._losses.put(feed.micro_batch.number, loss.float() * weight)
 
 
 def _tell_others(run: Run, error: Exception, place: MicroBatch | None) -> None:

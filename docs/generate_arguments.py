@@ -97,8 +97,10 @@ def migrating_page(text: str) -> str:
     """docs/migrating.md with its tables made anew; the prose around them stays."""
     for name, table in (("arguments", standing_table()), ("optim", optimizers_table()), ("earlier", old_names_table())):
         begin, end = f"<!-- {name}: made by docs/generate_arguments.py -->\n", f"<!-- end of {name} -->\n"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        assert found, f"docs/migrating.md has lost the line {begin}"
+        assert closed, f"docs/migrating.md has lost the line {end}"
         text = before + begin + table + end + after
     return text
 

@@ -7,6 +7,7 @@
 import abc
 import functools
 import inspect
+import os
 import sys
 import types
 import warnings
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from allstep._arguments.names import unknown_names_message
-from allstep.errors import ArgumentsError
+from allstep.environment import WorkerEnvironment
+from allstep.errors import ArgumentsError, LaunchVariablesError
 
 __all__ = ["OLD_NAMES", "ArgumentsMeta", "OldName", "current_names", "warn"]
 
@@ -179,7 +181,13 @@ def _translated(name: str, value: Any, current: Mapping[str, Any]) -> tuple[str,
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn of what a script wrote, at the line of the script."""
+    """Warn of what a script wrote, at the line of the script; on rank 0, as all ranks run the same script."""
+    try:
+        rank = WorkerEnvironment.from_variables(os.environ).rank
+    except LaunchVariablesError:
+        rank = 0  # who joins the others will be told
+    if rank:
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_ours(frame):
         frame, level = frame.f_back, level + 1

@@ -88,7 +88,8 @@ def old_names_table() -> str:
     """What became of arguments of earlier versions."""
     lines = ["| earlier | now |", "|---|---|"]
     for name, old in sorted(OLD_NAMES.items()):
-        refused = " (a value that asks for something is an error)" if old.harmless is not None else ""
+        refused = f"; a value that is not {old.expected} is an error" if old.expected.startswith("a ") else ""
+        refused = "; a value that asks for something is an error" if old.expected == "nothing" else refused
         lines.append(f"| `{name}` | {old.advice}{refused} |")
     return "\n".join(lines) + "\n"
 
@@ -101,7 +102,7 @@ def migrating_page(text: str) -> str:
         _, closed, after = rest.partition(end)
         assert found, f"docs/migrating.md has lost the line {begin}"
         assert closed, f"docs/migrating.md has lost the line {end}"
-        text = before + begin + table + end + after
+        text = f"{before}{begin}\n{table}\n{end}{after}"
     return text
 
 

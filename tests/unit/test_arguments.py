@@ -563,7 +563,7 @@ def test_two_names_of_one_argument_are_refused_together() -> None:
 @pytest.mark.parametrize(
     ("old", "sentence"),
     [
-        ({"sharded_ddp": "simple"}, "sharded_ddp='simple': expected nothing, another engine's switch"),
+        ({"sharded_ddp": "simple"}, "sharded_ddp='simple': expected nothing, every rank holds the whole model here"),
         ({"tpu_num_cores": 8}, "TPUs are not supported; leave it out"),
         ({"jit_mode_eval": True}, "write torch_compile=True"),
         ({"warmup_ratio": 1.0}, "warmup_ratio=1.0: expected a share of all steps below 1"),

@@ -197,6 +197,8 @@ def test_an_object_of_an_earlier_version_is_read_by_its_names() -> None:
     assert ours.overwrite_output_dir
     assert TrainingArguments.from_transformers(Earlier()) == TrainingArguments("out", optim="adamw_torch")
     assert TrainingArguments.from_transformers(Earlier(warmup_ratio=0.1, warmup_steps=5)).warmup_steps == 5
+    with pytest.raises(ArgumentsError, match=r"warmup_ratio=1\.0: expected a share of all steps below 1"):
+        TrainingArguments.from_transformers(Earlier(warmup_ratio=1.0))
     with pytest.raises(ArgumentsError, match="sharded_ddp='simple': expected nothing"):
         TrainingArguments.from_transformers(Earlier(sharded_ddp="simple"))  # type: ignore[arg-type]
     assert earlier.evaluation_strategy == TrainingArguments.from_transformers(earlier).evaluation_strategy

@@ -10,6 +10,7 @@ ROOT = Path(allstep.__file__).parent
 LEVELS = {
     "arguments": 0,
     "argument_parser": 0,
+    "arguments_seq2seq": 0,
     "errors": 0,
     "environment": 0,
     "words": 0,

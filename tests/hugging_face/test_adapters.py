@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_said(one_rank, tmp_path):
 
 def rows():
     generator = torch.Generator().manual_seed(2)
-    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 40, (ROWS, 6), generator=generator)]
+    return [{"input_ids": ids, "labels": ids, "text": "left out"} for ids in torch.randint(2, 40, (ROWS, 6), generator=generator)]
 
 
 def train(rank, size, folder, make, settings, resume=None, whose="ours"):

@@ -15,7 +15,20 @@ from allstep.comm.watchdog import HERE
 from allstep.report.peaks import peak_flops
 from allstep.trainer.state import TrainerState
 
-__all__ = ["Speedometer", "Work", "device_peak", "model_flops"]
+__all__ = ["MEASURED", "Speedometer", "Work", "device_peak", "model_flops"]
+
+MEASURED = frozenset(
+    {
+        "samples_per_second",
+        "tokens_per_second",
+        "data_share",
+        "communication_share",
+        "model_flops_utilization",
+        "device_memory_peak_gb",
+        "host_memory_peak_gb",
+    }
+)
+"""Names in a log that differ from run to run; see `Speedometer.logs`."""
 
 _TINY = 1e-9
 """Seconds that stand for none."""

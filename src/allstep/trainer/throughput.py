@@ -13,9 +13,10 @@ from torch import nn
 from allstep.comm.communicator import Communicator
 from allstep.comm.watchdog import HERE
 from allstep.report.peaks import peak_flops
+from allstep.report.record import RunReport
 from allstep.trainer.state import TrainerState
 
-__all__ = ["MEASURED", "Speedometer", "Work", "device_peak", "model_flops"]
+__all__ = ["MEASURED", "Speedometer", "Work", "device_peak", "model_flops", "run_metrics"]
 
 MEASURED = frozenset(
     {
@@ -207,3 +208,15 @@ def device_peak(device: torch.device, *, bf16: bool, fp16: bool) -> float | None
         return None
     fp32 = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return peak_flops(torch.cuda.get_device_name(device), "bf16" if bf16 else "fp16" if fp16 else fp32)
+
+
+def run_metrics(report: RunReport, state: TrainerState, tokens: int | None) -> dict[str, float]:
+    """The numbers that a run has once, at its end, under Hugging Face's names; `tokens`: run since it began, where counted."""
+    metrics = {
+        "train_runtime": round(report.seconds, 4),
+        "train_samples_per_second": round(report.samples_per_second, 3),
+        "train_steps_per_second": round((report.steps - report.first_step) / max(report.seconds, _TINY), 3),
+    }
+    if tokens is not None:
+        metrics["train_tokens_per_second"] = round(tokens / max(report.seconds, _TINY), 3)
+    return metrics | {"total_flos": state.total_flos, "train_loss": report.train_loss}

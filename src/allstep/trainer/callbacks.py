@@ -106,8 +106,10 @@ def heard_by(callback: object, event: str) -> Any:
     function = getattr(method, "__func__", None)
     if function is None:
         return method
+    if function is _EMPTY.get(event):
+        return None
     is_theirs = function.__module__ == HUGGING_FACE and function.__qualname__ == f"TrainerCallback.{event}"
-    return None if function is _EMPTY.get(event) or is_theirs else method
+    return None if is_theirs else method
 
 
 def role_of(kind: type) -> str | None:

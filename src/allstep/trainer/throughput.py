@@ -16,7 +16,7 @@ from allstep.report.peaks import peak_flops
 from allstep.report.record import RunReport
 from allstep.trainer.state import TrainerState
 
-__all__ = ["MEASURED", "Speedometer", "Work", "device_peak", "model_flops", "run_metrics"]
+__all__ = ["MEASURED", "Speedometer", "Work", "device_peak", "main_input_of", "model_flops", "run_metrics"]
 
 MEASURED = frozenset(
     {
@@ -85,11 +85,14 @@ class Work:
     operations: float = 0.0
     """Floating-point operations."""
 
+    def __post_init__(self) -> None:
+        self._main = main_input_of(self.model)
+
     def add(self, inputs: Any) -> None:
         """Count a micro-batch in."""
         if not isinstance(inputs, Mapping):
             return
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        main = inputs.get(self._main)
         if not isinstance(main, torch.Tensor):
             return
         if not main.is_floating_point():
@@ -181,6 +184,11 @@ class Speedometer:
         return logs
 
 
+def main_input_of(model: nn.Module) -> str:
+    """Name of the input that holds a model's tokens, or whatever it has in their place."""
+    return str(getattr(model, "main_input_name", "input_ids"))
+
+
 def model_flops(model: nn.Module) -> Callable[[Any], float]:
     """Inputs -> floating-point operations of forward and backward, as Hugging Face estimates them.
 
@@ -190,7 +198,7 @@ def model_flops(model: nn.Module) -> Callable[[Any], float]:
     own: Any = getattr(model, "floating_point_ops", None)
     if callable(own):
         return lambda inputs: float(own(inputs))
-    weights, name = _weights(model), getattr(model, "main_input_name", "input_ids")
+    weights, name = _weights(model), main_input_of(model)
     return lambda inputs: 6.0 * weights * inputs[name].numel() if name in inputs else 0.0
 
 

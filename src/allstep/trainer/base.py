@@ -27,6 +27,7 @@ from allstep.trainer.precision import autocast, precision_line, set_numerics
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
 from allstep.trainer.stopping import restarts
+from allstep.trainer.verbosity import set_log_levels
 from allstep.trainer.verification import Verification
 
 __all__ = ["TrainerBase", "made"]
@@ -75,6 +76,7 @@ class TrainerBase:
         """This process among the others, under the names of Hugging Face's accelerate."""
         seed_generators(self.args.seed)
         set_numerics(self.args, os.environ)
+        set_log_levels(self.args, is_main=self.args.should_log)
         self._model_init = model_init
         self.model: nn.Module = bare(model) if model is not None else made(model_init)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset

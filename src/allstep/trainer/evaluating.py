@@ -135,6 +135,7 @@ class EvaluatingTrainer(LoadingTrainer):
             on_batch=on_batch,
             rounds=rounds,
             rows_by_inputs=source.gives_batches,
+            concatenates=args.eval_do_concat_batches,
             main_input=getattr(model, "main_input_name", "input_ids"),
             dtype=evaluation_dtype(args),
         )

@@ -113,3 +113,33 @@ def train_spoilt(rank, size, folder, settings):
     """Of three steps of two micro-batches on each rank the second one is spoilt, on rank 1."""
     said = train(rank, size, folder, settings, spoilt=(3,) if rank == 1 else ())
     return [math.isfinite(said["logs"][0]["loss"]), math.isfinite(said["metrics"]["train_loss"])]
+
+
+class Counts(Trainer):
+    def floating_point_ops(self, inputs):
+        return float(len(inputs["input_ids"]))
+
+
+def count(rank, size, folder):
+    args = TrainingArguments(str(folder), per_device_train_batch_size=2, num_train_epochs=2, save_strategy="no")
+    trainer = Counts(Words(), args, train_dataset=Ragged())
+    return trainer.train().metrics["total_flos"]
+
+
+def test_an_override_counts_operations_in_its_own_way(ranks, tmp_path):
+    assert ranks.run(count, tmp_path) == [44.0] * 2
+
+
+def measured(rank, size, folder):
+    args = TrainingArguments(str(folder), max_steps=2, save_strategy="no", skip_memory_metrics=False, eval_strategy="epoch")
+    trainer = Trainer(Words(), args, train_dataset=Ragged(), eval_dataset=Ragged())
+    trained, evaluated, predicted = trainer.train().metrics, trainer.evaluate(), trainer.predict(Ragged()).metrics
+    within = [sorted(entry) for entry in trainer.state.log_history if "eval_loss" in entry]
+    return [[name for name in each if "_mem_" in name] for each in (trained, evaluated, predicted, within[0])]
+
+
+def test_memory_of_stages_is_told_by_names_of_transformers(ranks, tmp_path):
+    kinds = ("alloc", "peaked")
+    stages = {stage: [f"{stage}_mem_cpu_{kind}_delta" for kind in kinds] for stage in ("init", "train", "eval", "test")}
+    train_names = [*stages["init"], "before_init_mem_cpu", *stages["train"]]
+    assert ranks.run(measured, tmp_path) == 2 * [[train_names, stages["eval"], stages["test"], []]]

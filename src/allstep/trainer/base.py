@@ -96,6 +96,7 @@ class TrainerBase:
         self.last_run: Run | None = None
         """What the last `train` worked with."""
         self._facts: tuple[nn.Module, LossFacts] | None = None  # a model and what was read from it
+        self._flops: tuple[nn.Module, Callable[[Any], float]] | None = None  # the same
         self.callback_handler = CallbackHandler(
             with_defaults(callbacks, self.args.disable_tqdm), self.model, processing_class, *optimizers, args=self.args
         )

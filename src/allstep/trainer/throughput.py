@@ -90,15 +90,13 @@ class Work:
 
     def add(self, inputs: Any) -> None:
         """Count a micro-batch in."""
-        if not isinstance(inputs, Mapping):
-            return
-        main = inputs.get(self._main)
+        if self.flops is not None:
+            self.operations += float(self.flops(inputs))
+        main = inputs.get(self._main) if isinstance(inputs, Mapping) else None
         if not isinstance(main, torch.Tensor):
             return
         if not main.is_floating_point():
             self.tokens += main.numel()
-        if self.flops is not None:
-            self.operations += float(self.flops(inputs))
         if self.counts == "non_padding":
             self.counted_tokens += self._without_padding(inputs, main)
         elif self.counts == "all":
@@ -199,7 +197,12 @@ def model_flops(model: nn.Module) -> Callable[[Any], float]:
     if callable(own):
         return lambda inputs: float(own(inputs))
     weights, name = _weights(model), main_input_of(model)
-    return lambda inputs: 6.0 * weights * inputs[name].numel() if name in inputs else 0.0
+
+    def estimate(inputs: Any) -> float:
+        main = inputs.get(name) if isinstance(inputs, Mapping) else None
+        return 6.0 * weights * main.numel() if isinstance(main, torch.Tensor) else 0.0
+
+    return estimate
 
 
 def _weights(model: nn.Module) -> int:

@@ -209,6 +209,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
                 self.device,
                 self.processing_class,
                 self.sinks.step if self.world.is_main else None,
+                self.floating_point_ops,
             ),
             say=self.sinks.message,
             log=self.log,

@@ -16,17 +16,27 @@ if TYPE_CHECKING:
     from allstep.environment import WorkerEnvironment
     from allstep.notebook import notebook_launcher
     from allstep.trainer.callbacks import TrainerCallback
+    from allstep.trainer.early_stopping import EarlyStoppingCallback
+    from allstep.trainer.flow import DefaultFlowCallback, PrinterCallback, ProgressCallback
     from allstep.trainer.seq2seq import Seq2SeqTrainer
+    from allstep.trainer.state import ExportableState, TrainerControl, TrainerState
     from allstep.trainer.trainer import Trainer
 
 _HOMES = {
     "ArgumentParser": "allstep.argument_parser",
+    "DefaultFlowCallback": "allstep.trainer.flow",
     "DistributedDataParallel": "allstep.ddp.module",
+    "EarlyStoppingCallback": "allstep.trainer.early_stopping",
+    "ExportableState": "allstep.trainer.state",
+    "PrinterCallback": "allstep.trainer.flow",
+    "ProgressCallback": "allstep.trainer.flow",
     "Seq2SeqTrainer": "allstep.trainer.seq2seq",
     "Seq2SeqTrainingArguments": "allstep.arguments_seq2seq",
     "SyncBatchNorm": "allstep.ddp.sync_batchnorm",
     "Trainer": "allstep.trainer.trainer",
     "TrainerCallback": "allstep.trainer.callbacks",
+    "TrainerControl": "allstep.trainer.state",
+    "TrainerState": "allstep.trainer.state",
     "TrainingArguments": "allstep.arguments",
     "WorkerEnvironment": "allstep.environment",
     "all_ranks_agree": "allstep.comm.agreement",
@@ -37,12 +47,19 @@ _HOMES = {
 
 __all__ = [
     "ArgumentParser",
+    "DefaultFlowCallback",
     "DistributedDataParallel",
+    "EarlyStoppingCallback",
+    "ExportableState",
+    "PrinterCallback",
+    "ProgressCallback",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "SyncBatchNorm",
     "Trainer",
     "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
     "TrainingArguments",
     "WorkerEnvironment",
     "all_ranks_agree",

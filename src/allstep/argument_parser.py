@@ -98,7 +98,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
         Args:
             args: the words of the command line; None: those of this process.
-            look_for_args_file: whether to read the file of words beside the script, `train.args` for `train.py`, if there is one.
+            look_for_args_file: whether to read a file of words beside the script, `train.args` for `train.py`, if there is one.
             args_filename: another file of words to read instead.
             args_file_flag: an option, such as "--args_file", after which the command line names further files of words.
         """

@@ -142,7 +142,7 @@ class TrainingArguments(SettableArguments, metaclass=ArgumentsMeta):
         values, further = values_of(args, [each.name for each in dataclasses.fields(cls) if each.init])
         made = cls(**values)
         for name, value in further.items():
-            if not hasattr(made, name):
+            if not hasattr(cls, name):
                 setattr(made, name, value)
         return made
 

@@ -1,8 +1,9 @@
 """The same model, data and order through transformers' Trainer and ours, in one process, in fp32: equal numbers and names.
 
 Only models whose stock loss is a mean over what they are said to be (a causal model of the Llama kind, plain modules) are
-compared with accumulation; those of BERT's heads and GPT-2 are held against a reference in tests/ranks/test_token_weights.py.
-What is evaluated has rows of one length, as theirs is a mean of batch means. Micro-batches have a power of two of samples, so that multiplying a gradient by its weight and dividing loses no bit.
+compared with accumulation; those of BERT's heads and GPT-2 are held against a reference in test_wrong_losses.py. What is
+evaluated has rows of one length, as theirs is a mean of batch means. Micro-batches have a power of two of samples, so that
+multiplying a gradient by its weight and dividing loses no bit.
 """
 
 import json
@@ -33,8 +34,8 @@ CASES = {
         "lr_scheduler_type": "cosine", "eval_delay": 4, "save_total_limit": 2,
     },
     "accumulation": {
-        "gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_grad_norm": 0.05, "eval_strategy": "no", "save_strategy": "no",
-        "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0.25,
+        "gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_grad_norm": 0.05, "eval_strategy": "no",
+        "save_strategy": "no", "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0.25,
     },
     "best": {
         "num_train_epochs": 2.5, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True,

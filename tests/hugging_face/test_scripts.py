@@ -1,7 +1,7 @@
 """Scripts that were written for transformers' Trainer run with that import changed, on one rank and on two, with equal results.
 
-The scripts are as users write them. On two ranks they accumulate half as many micro-batches, so that a step consists of the same
-samples; everything that they compute is then the same to the bit.
+The scripts are as users write them. On two ranks they accumulate half as many micro-batches, so that a step consists of the
+same samples; everything that they compute is then the same to the bit.
 """
 
 import json

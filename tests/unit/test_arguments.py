@@ -455,14 +455,14 @@ def test_accelerators_configuration_is_read_from_all_its_forms(tmp_path: Path) -
 
     path = tmp_path / "accelerator.json"
     path.write_text(json.dumps(Config().to_dict()))
-    for given in (Config(), Config().to_dict(), json.dumps(Config().to_dict()), path, str(path)):
-        args = TrainingArguments(accelerator_config=given)
+    for form in (Config(), Config().to_dict(), json.dumps(Config().to_dict()), path, str(path)):
+        args = TrainingArguments(accelerator_config=form)
         assert args.gradient_accumulation_steps == 4
         assert args.accelerator_config == Config().to_dict()
 
 
 def test_what_is_asked_for_and_changes_nothing_is_said() -> None:
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="changes nothing") as caught:
         TrainingArguments(
             average_tokens_across_devices=False,
             dataloader_in_order=False,

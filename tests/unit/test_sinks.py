@@ -1,24 +1,16 @@
 import errno
-import fcntl
-import io
 import json
 import os
-import struct
-import sys
-import termios
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allstep.errors import ArgumentsError
-from allstep.report import sinks as module
 from allstep.report.record import StepRecord
 from allstep.report.sink import Sink
-from allstep.report.sinks import JsonlSink, SinkGroup, TensorBoardSink, make_sinks
-from allstep.report.terminal import LineSink, ProgressSink
+from allstep.report.sinks import JsonlSink, SinkGroup, make_sinks
+from allstep.report.terminal import LineSink
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -81,97 +73,12 @@ def test_nothing_is_made_before_there_is_something_to_keep(tmp_path: Path) -> No
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("disable_tqdm", "stderr", "kind"),
-    [
-        (None, Terminal(), ProgressSink),
-        (False, Terminal(), ProgressSink),
-        (True, Terminal(), LineSink),
-        (None, io.StringIO(), LineSink),
-        (False, io.StringIO(), LineSink),
-        (None, None, LineSink),
-    ],
-)
-def test_a_bar_is_for_terminals_that_want_one(
-    disable_tqdm: bool | None, stderr: Any, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stderr)
-    group = make_sinks(tmp_path, disable_tqdm)
-    assert [type(sink) for sink in group.sinks] == [kind, JsonlSink]
-
-
 def test_other_ranks_have_no_sinks_and_take_the_same_calls(tmp_path: Path) -> None:
     group = make_sinks(tmp_path, is_main=False)
     assert group.sinks == []
     run(group, 0, 3)
     group.message("unheard")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("report_to", ["wandb", ["tensorboard", "wandb", "mlflow"]])
-def test_an_unknown_tracker_is_named_together_with_those_that_there_are(report_to: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentsError, match=r"names (mlflow, )?wandb; there are 'tensorboard', 'all' and 'none'"):
-        make_sinks(tmp_path, report_to=report_to)
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_tensorboard_that_is_not_installed_is_an_error_on_every_rank(
-    is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_has_tensorboard", lambda: False)
-    with pytest.raises(ArgumentsError, match=r"pip install 'allstep\[tensorboard\]'"):
-        make_sinks(tmp_path, report_to="tensorboard", is_main=is_main)
-    assert len(make_sinks(tmp_path, report_to="all").sinks) == 2
-
-
-class SummaryWriter:
-    """Keeps what torch.utils.tensorboard's would write."""
-
-    made: list["SummaryWriter"]
-
-    def __init__(self, log_dir: str) -> None:
-        self.log_dir, self.scalars, self.closed = log_dir, [], False
-        SummaryWriter.made.append(self)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.append((tag, value, step))
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_gets_scalars_under_headings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.ModuleType("torch.utils.tensorboard")
-    fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    SummaryWriter.made = []
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    monkeypatch.setattr(module, "_has_tensorboard", lambda: True)
-    sink = make_sinks(tmp_path, report_to=["tensorboard"]).sinks[-1]
-    assert isinstance(sink, TensorBoardSink)
-    sink.open(10, 0)
-    sink.log({"loss": 1.5, "eval_loss": 2.5, "train_runtime": 3.5, "note": "x"}, 7, 0.7)
-    sink.close()
-    (writer,) = SummaryWriter.made
-    assert writer.log_dir == str(tmp_path / "runs")
-    assert writer.scalars == [("train/loss", 1.5, 7), ("eval/loss", 2.5, 7), ("train/runtime", 3.5, 7)]
-    assert writer.closed
-
-
-def test_tensorboard_itself_writes_an_event_file(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
-    sink = TensorBoardSink(tmp_path)
-    sink.open(10, 0)
-    sink.log({"loss": 1.5}, 1, 0.1)
-    sink.close()
-    assert list((tmp_path / "runs").glob("events.out.*"))
 
 
 class Full(Sink):
@@ -233,13 +140,3 @@ def test_an_evaluation_before_training_stays_in_the_file_of_its_run(tmp_path: Pa
     again.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert len((tmp_path / "metrics.previous.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_pseudo_terminal_of_no_width_gets_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert type(make_sinks(tmp_path).sinks[0]) is LineSink
-        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        assert type(make_sinks(tmp_path).sinks[0]) is ProgressSink
-    os.close(ours)

@@ -79,7 +79,7 @@ OPTIMIZERS_REFUSED: Mapping[str, str] = {
 """Names of Hugging Face's `optim` that are not supported → why, and what to write instead."""
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Names in `report_to`; allstep.report.sinks opens them (tests/unit/test_sinks.py)."""
+"""Names in `report_to`; allstep.report.trackers has a class for each (tests/unit/test_trackers.py)."""
 
 LOG_LEVELS: Mapping[str, int] = {
     "detail": 10,

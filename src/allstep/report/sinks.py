@@ -1,32 +1,33 @@
-"""Where numbers go: a progress bar, a line an event, `metrics.jsonl`, TensorBoard. Only rank 0 has sinks.
+"""Where numbers go: a progress bar, a line an event, `metrics.jsonl`, trackers. Only rank 0 has sinks.
 
 `make_sinks` gives the trainer one `Sink` that hands everything on to those that fit this run; other ranks get one that
 hands on to nobody, so that the trainer's lines are the same on all ranks.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from allstep.errors import ArgumentsError
 from allstep.report.record import StepRecord, json_line
-from allstep.report.sink import Sink
-from allstep.report.terminal import LineSink, ProgressSink
+from allstep.report.sink import RunFacts, Sink
+from allstep.report.trackers import make_trackers
+from allstep.report.watch import WatchSink
 
-__all__ = ["METRICS_FILE", "JsonlSink", "SinkGroup", "TensorBoardSink", "make_sinks"]
+__all__ = ["METRICS_FILE", "JsonlSink", "SinkGroup", "make_sinks"]
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file inside the output folder."""
 
 
 class SinkGroup(Sink):
-    """Hands everything on. A sink whose disk is full or whose reader has gone is dropped with one warning: training goes on."""
+    """Hands everything on.
+
+    A sink whose disk is full, whose reader has gone, or whose tracker fails is dropped with one warning: training goes on.
+    """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self.sinks = list(sinks)
@@ -51,9 +52,9 @@ class SinkGroup(Sink):
         for sink in list(self.sinks):
             try:
                 call(sink)
-            except OSError as error:
+            except sink.failures as error:
                 self.sinks.remove(sink)
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(*sink.failures):
                     sink.close()
                 warnings.warn(f"{type(sink).__name__} shows nothing from here on: {error}. Training goes on.", stacklevel=3)
 
@@ -103,73 +104,30 @@ class JsonlSink(Sink):
             file.close()
 
 
-class TensorBoardSink(Sink):
-    """Scalars below `runs/` in the output folder: train/loss, train/learning_rate, eval/loss.
-
-    Raises:
-        ArgumentsError: the package tensorboard is not installed.
-    """
-
-    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
-        if not _has_tensorboard():
-            raise ArgumentsError(
-                "report_to='tensorboard' needs the package tensorboard, which is not installed. Install it with `pip install "
-                "'allstep[tensorboard]'`, or set report_to='none'; metrics.jsonl is written in either case."
-            )
-        self.folder = Path(output_dir) / "runs"
-        """Where the event files lie; `tensorboard --logdir` takes it."""
-        self._writer: Any = None
-
-    def open(self, total_steps: int | None, first_step: int) -> None:
-        self.close()
-
-    def step(self, record: StepRecord) -> None:
-        """Nothing: it shows what is logged."""
-
-    def log(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # the package is optional
-
-            self._writer = SummaryWriter(str(self.folder))
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(_tag(name), value, step)
-        self._writer.flush()
-
-    def message(self, text: str) -> None:
-        """Nothing: it shows numbers."""
-
-    def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-
 def make_sinks(
     output_dir: str | os.PathLike[str],
-    disable_tqdm: bool | None = None,
     report_to: str | Sequence[str] | None = "none",
     is_main: bool = True,
+    *,
+    shows: Callable[[str], bool] = lambda role: role == "ProgressCallback",
+    facts: Callable[[], RunFacts] = RunFacts,
+    is_restarted: bool = False,
 ) -> SinkGroup:
-    """The sinks that fit this run, behind one.
+    """The sinks that fit this run, behind one: what a person watches, `metrics.jsonl`, trackers. None of them unless `is_main`.
 
-    `metrics.jsonl` always; a progress bar where stderr is a terminal and `disable_tqdm` is not true, else lines on stdout;
-    TensorBoard where `report_to` says "tensorboard", or "all" and it is installed. None of them unless `is_main`.
+    Args:
+        output_dir: the run's.
+        report_to: names of trackers; see `make_trackers`.
+        is_main: whether this is rank 0.
+        shows: whether "ProgressCallback", "PrinterCallback" are to be shown, now; see `WatchSink`.
+        facts: what trackers show of the run; asked for when they begin.
+        is_restarted: whether the launcher has started this job again.
 
     Raises:
         ArgumentsError: on every rank; `report_to` names something unknown, or a package that is not installed.
     """
-    names = {report_to} if isinstance(report_to, str) else set(report_to or ())
-    unknown = sorted(names - {"all", "none", "tensorboard"})
-    if unknown:
-        raise ArgumentsError(f"report_to names {', '.join(unknown)}; there are 'tensorboard', 'all' and 'none'.")
-    extra: list[Sink] = []
-    if "tensorboard" in names or ("all" in names and _has_tensorboard()):
-        extra.append(TensorBoardSink(output_dir))
-    if not is_main:
-        return SinkGroup([])
-    watched: Sink = ProgressSink(sys.stderr) if not disable_tqdm and _is_terminal(sys.stderr) else LineSink(sys.stdout)
-    return SinkGroup([watched, JsonlSink(output_dir), *extra])
+    trackers = make_trackers(report_to, output_dir, facts, is_restarted)
+    return SinkGroup([WatchSink(shows), JsonlSink(output_dir), *trackers] if is_main else [])
 
 
 def _step(line: str) -> float:
@@ -178,29 +136,3 @@ def _step(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
-
-
-def _tag(name: str) -> str:
-    """`eval_loss` as `eval/loss`, `loss` as `train/loss`: TensorBoard puts what is before the slash under one heading."""
-    for part in ("eval", "test", "train"):
-        if name.startswith(f"{part}_"):
-            return f"{part}/{name.removeprefix(f'{part}_')}"
-    return f"train/{name}"
-
-
-def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody watches; a pseudo-terminal of no width is a recorder's, on which a bar would be invisible."""
-    with contextlib.suppress(ValueError):  # closed
-        return stream is not None and stream.isatty() and _columns(stream) != 0
-    return False
-
-
-def _columns(stream: TextIO) -> int | None:
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except OSError:  # no real file
-        return None

@@ -13,6 +13,11 @@ __all__ = ["LineSink", "ProgressSink"]
 
 _SHORT = {"learning_rate": "lr", "grad_norm": "grad norm"}
 """Names that are shown shorter than they are kept."""
+_WAITS = {"data_share": "waiting for data", "communication_share": "waiting for ranks"}
+"""Shares of time that are shown where they are worth it."""
+_WORTH_SHOWING = 0.05
+_ONLY_KEPT = ("step", "epoch", "total_flos", "host_memory_peak_gb", "num_input_tokens_seen")
+"""Names that a line leaves to the files, or has elsewhere."""
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
@@ -42,18 +47,20 @@ class _Watched(Sink):
         self._done = record.step
 
     def log(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
-        self.message(self._line(values, step, epoch))
+        self.line(values, step, epoch)
 
-    def _line(self, values: Mapping[str, Any], step: int, epoch: float) -> str:
+    def line(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
+        """Show values as a line, whatever else shows them."""
         of_total = "" if self._total is None else f"/{self._total}"
         words = [f"step {step:>{len(of_total[1:])}}{of_total}", f"epoch {epoch:.2f}"]
         words += [text for name, value in values.items() if (text := _worded(name, value))]
         rate, pace = self._throughput.rate, self._pace.rate
         if "loss" in values and rate is not None:
-            words.append(format_rate(rate, "samples"))
+            if "samples_per_second" not in values:
+                words.append(format_rate(rate, "samples"))
             if self._total is not None and pace and step < self._total:
                 words.append(f"{format_duration((self._total - step) / pace)} left")
-        return "  ".join(words)
+        self.message("  ".join(words))
 
 
 class LineSink(_Watched):
@@ -120,13 +127,21 @@ class ProgressSink(_Watched):
 
 
 def _worded(name: str, value: Any) -> str:
-    """A value with its name or unit; nothing where the line has the same elsewhere."""
-    if name in ("step", "epoch") or name.endswith("_steps_per_second"):
+    """A value with its name or unit; nothing where the line has the same elsewhere, or can do without."""
+    if name in _ONLY_KEPT or name.endswith("_steps_per_second"):
         return ""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return f"{name} {value}"
+    if name in _WAITS:
+        return f"{value:.0%} {_WAITS[name]}" if value >= _WORTH_SHOWING else ""
+    if name == "model_flops_utilization":
+        return f"{value:.0%} of peak FLOP/s"
+    if name == "device_memory_peak_gb":
+        return f"peak {value:.1f} GB"
+    if name.endswith("tokens_per_second"):
+        return format_rate(value, "tokens")
     if name.endswith("_runtime"):
         return f"in {value:.1f} s"
-    if name.endswith("_samples_per_second"):
+    if name.endswith("samples_per_second"):
         return format_rate(value, "samples")
     return f"{_SHORT.get(name, name)} {format_number(value)}"

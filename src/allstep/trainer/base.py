@@ -13,16 +13,19 @@ from allstep.arguments import TrainingArguments
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
 from allstep.data.seeding import seed_generators
+from allstep.report.sink import RunFacts
 from allstep.report.sinks import make_sinks
 from allstep.trainer.accelerator import Accelerator
 from allstep.trainer.assembly import default_collator
-from allstep.trainer.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from allstep.trainer.callbacks import CallbackHandler, TrainerCallback
+from allstep.trainer.flow import with_defaults
 from allstep.trainer.losses import LossFacts
 from allstep.trainer.metric_states import MetricState, check_metrics
 from allstep.trainer.models import bare, prepare_model
 from allstep.trainer.precision import autocast, precision_line, set_numerics
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
+from allstep.trainer.stopping import restarts
 from allstep.trainer.verification import Verification
 
 __all__ = ["TrainerBase", "made"]
@@ -88,12 +91,20 @@ class TrainerBase:
         self.last_run: Run | None = None
         """What the last `train` worked with."""
         self._facts: tuple[nn.Module, LossFacts] | None = None  # a model and what was read from it
-        self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], self.args)
+        self.callback_handler = CallbackHandler(
+            with_defaults(callbacks, self.args.disable_tqdm), self.model, processing_class, *optimizers, args=self.args
+        )
         self._set_state(TrainerState())
-        self.sinks = make_sinks(self._output_dir, self.args.disable_tqdm, self.args.report_to, self.world.is_main)
+        self.sinks = make_sinks(
+            self._output_dir,
+            self.args.report_to,
+            self.world.is_main,
+            shows=lambda role: self.callback_handler.has_role(role),
+            facts=lambda: RunFacts.of(self.args, self.model),
+            is_restarted=restarts() > 0,
+        )
         if (line := precision_line(self.args)) is not None:
             self.sinks.message(line)
-        self.callback_handler.kwargs = {"model": self.model, "processing_class": processing_class, "eval_dataloader": None}
         self.callback_handler.call("on_init_end")
 
     # ---- logging and callbacks
@@ -114,15 +125,15 @@ class TrainerBase:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, or a class that is called for one."""
-        self.callback_handler.add(callback)
+        self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> Any:
         """Take a callback out and return it, given itself or its class."""
-        return self.callback_handler.pop(callback)
+        return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Take a callback out, given itself or its class."""
-        self.callback_handler.pop(callback)
+        self.callback_handler.remove_callback(callback)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0 of the job."""

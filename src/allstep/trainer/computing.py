@@ -12,6 +12,7 @@ from allstep.data.collate import to_device
 from allstep.trainer.base import TrainerBase
 from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
 from allstep.trainer.precision import autocast
+from allstep.trainer.smoothing import smoothed_loss
 
 __all__ = ["ComputingTrainer"]
 
@@ -58,17 +59,16 @@ class ComputingTrainer(TrainerBase):
                 handed to `compute_loss_func`, else to the model, where they have a parameter of that name.
         """
         count = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        if self.compute_loss_func is None:
-            outputs = call_model(model, inputs, **(count if self._loss_facts.counted else {}))
-            loss = loss_of(outputs, self.model)
-        else:
-            labels = None
-            if isinstance(inputs, Mapping):
-                names = self.label_names
-                labels = next((inputs[name] for name in names if name in inputs), None)
-                inputs = {key: value for key, value in inputs.items() if key not in names}
+        if self.compute_loss_func is not None:
+            labels, inputs = self._without_labels(inputs)
             outputs = call_model(model, inputs)
             loss = self.compute_loss_func(outputs, labels, **(count if self._loss_func_takes_count else {}))
+        elif self.args.label_smoothing_factor and isinstance(inputs, Mapping) and "labels" in inputs:
+            outputs = call_model(model, inputs)  # with the labels, of which decoders may make their inputs
+            loss = smoothed_loss(outputs, inputs["labels"], self.args.label_smoothing_factor, self._loss_facts.shifted)
+        else:
+            outputs = call_model(model, inputs, **(count if self._loss_facts.counted else {}))
+            loss = loss_of(outputs, self.model)
         return (loss, outputs) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -86,6 +86,14 @@ class ComputingTrainer(TrainerBase):
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[object]:
         """The precision that the arguments ask for."""
         return autocast(self.args, self.device)
+
+    def _without_labels(self, inputs: Any) -> tuple[Any, Any]:
+        """The labels of a micro-batch, None where it has no names for them, and the rest of it."""
+        if not isinstance(inputs, Mapping):
+            return None, inputs
+        names = self.label_names
+        labels = next((inputs[name] for name in names if name in inputs), None)
+        return labels, {key: value for key, value in inputs.items() if key not in names}
 
     # ---- what the run calls
 

@@ -2,13 +2,14 @@
 
 There are two ways. A signal to stop may come at any time, on any rank: it rides with the gradients of each step
 (`DistributedDataParallel.raise_hand_if`). What callbacks wish for is brought together behind each event for which some rank
-has a callback of the user's own; allstep's own callbacks decide the same everywhere, so that most runs ask nobody.
+has a callback of the user's own; allstep's own, and those of Hugging Face's that decide when to log, evaluate and save, decide
+the same everywhere, so that most runs ask nobody.
 """
 
 from collections.abc import Iterable
 
 from allstep.comm.agreement import any_rank
-from allstep.trainer.callbacks import EVENTS, TrainerCallback
+from allstep.trainer.callbacks import EVENTS, HUGGING_FACE, heard_by, role_of
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl
 
@@ -62,6 +63,7 @@ def _stop(control: TrainerControl) -> None:
 
 
 def _may_decide(callback: object, event: str) -> bool:
-    method = getattr(callback, event, None)
-    is_empty = method is None or getattr(method, "__func__", None) is getattr(TrainerCallback, event)
-    return not is_empty and not getattr(callback, "decides_alike", False)
+    kind = type(callback)
+    if getattr(callback, "decides_alike", False) or (kind.__module__ == HUGGING_FACE and kind.__name__ == role_of(kind)):
+        return False
+    return heard_by(callback, event) is not None

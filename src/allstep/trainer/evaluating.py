@@ -45,7 +45,7 @@ class EvaluatingTrainer(LoadingTrainer):
                 metrics |= self.evaluate(given, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return metrics
         loader = self.get_eval_dataloader(eval_dataset)
-        self.callback_handler.kwargs["eval_dataloader"] = loader
+        self.callback_handler.eval_dataloader = loader
         with HERE.within("evaluate"):
             output = self.evaluation_loop(
                 loader,

@@ -1,9 +1,8 @@
 """The part of a Trainer that writes: the model, checkpoints, the state, metrics; open to be overridden."""
 
 import inspect
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.weights import write_pretrained, write_weights, writes_itself
+from allstep.report.results import metrics_format, metrics_table, save_metrics
 from allstep.trainer import loop
 from allstep.trainer.base import TrainerBase
 from allstep.trainer.saving import Saver
@@ -72,7 +72,27 @@ class KeepingTrainer(TrainerBase):
         """Write `trainer_state.json` into `output_dir`, on rank 0."""
         if self.is_world_process_zero():
             self._output_dir.mkdir(parents=True, exist_ok=True)
-            (self._output_dir / "trainer_state.json").write_text(json.dumps(self.state.to_dict(), indent=2) + "\n")
+            self.state.save_to_json(self._output_dir / "trainer_state.json")
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Show metrics as a table, on rank 0.
+
+        Args:
+            split: what they are of: "train", "eval", "test".
+            metrics: as `train`, `evaluate` and `predict` give them.
+        """
+        if self.is_world_process_zero():
+            print(metrics_table(split, metrics), flush=True)  # noqa: T201 - whoever calls it wants to see them
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to `{split}_results.json` and, with `combined`, into `all_results.json` of `output_dir`, on rank 0."""
+        if self.is_world_process_zero():
+            save_metrics(self._output_dir, split, metrics, combined)
+
+    @staticmethod
+    def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Metrics as people read them, name by name."""
+        return metrics_format(metrics)
 
     def _checkpoint(self) -> None:
         """Collective. `_save_checkpoint`, for the loop; a checkpoint that is not ours is on disk when it returns."""

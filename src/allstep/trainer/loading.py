@@ -25,6 +25,8 @@ __all__ = ["LoadingTrainer"]
 class LoadingTrainer(ComputingTrainer):
     """Makes loaders. See `Trainer` for the arguments."""
 
+    _train_dataloader: Any = None  # what `get_train_dataloader` gave for the run
+
     # ---- loaders, to be overridden
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -133,6 +135,11 @@ class LoadingTrainer(ComputingTrainer):
 
     def _source(self, loader: Any) -> Source:
         return source_of(loader, self._data_seed, pins=self.device.type != "cpu")
+
+    def _find_source(self) -> Source:
+        """The training data, by the user's loader if there is one."""
+        self._train_dataloader = self.get_train_dataloader()
+        return self._source(self._train_dataloader)
 
     @property
     def _data_seed(self) -> int:

@@ -35,6 +35,7 @@ def train(run: Run, saver: Saver) -> None:
         _evaluate(run)
         agree(run, EVALUATION_EVENTS)
     _begin(run)
+    run.meter.begin()
     while _goes_on(run):
         _epoch(run, saver)
         if run.position.step and not run.is_stopping:  # a callback ended the epoch before its end
@@ -44,6 +45,7 @@ def train(run: Run, saver: Saver) -> None:
     saver.finish()
     run.settle()
     set_training(run.optimizer, False)
+    run.meter.gather(state)
 
 
 def _goes_on(run: Run) -> bool:
@@ -107,27 +109,30 @@ def _advance(run: Run, result: StepResult) -> None:
 
 def _log_evaluate_save(run: Run, saver: Saver, result: StepResult) -> None:
     """Do what callbacks asked for, in this order, so that a checkpoint holds what was logged and measured."""
+    wanted = run.callbacks.control.should_save
     if saver.poll():
+        run.callbacks.control.should_save |= wanted  # what came in is of an earlier step
         agree(run, ["on_save"])
-    control = run.callbacks.control
-    if control.should_log:
+    if run.callbacks.control.should_log:
         _log(run, result)
         agree(run, ["on_log"])
-    if control.should_evaluate:
+    if run.callbacks.control.should_evaluate:
         metrics = _evaluate(run)
         advance_by_metric(run.scheduler, metrics, run.args.metric_for_best_model, run.communicator)
         if saver.note(metrics) and run.args.save_strategy == "best":
-            control.should_save = True
+            run.callbacks.control.should_save = True
         agree(run, EVALUATION_EVENTS)
-    if control.should_save:
+    if run.callbacks.control.should_save:
         run.save()
         agree(run, ["on_save"])
+    control = run.callbacks.control
     control.should_log = control.should_evaluate = control.should_save = False
 
 
 def save(run: Run, saver: Saver) -> None:
     """Collective. Write a checkpoint of where the run stands."""
     run.settle()
+    run.meter.gather(run.callbacks.state)
     with run.meter.paused(), HERE.within("save"), resting(run.optimizer):
         check_drift(run)  # weights that differ are worth no checkpoint
         saver.save()
@@ -136,15 +141,16 @@ def save(run: Run, saver: Saver) -> None:
 def _log(run: Run, result: StepResult) -> None:
     state = run.callbacks.state
     run.meter.settle(state)
-    if not state.interval.weight:
+    if not run.meter.has_news:
         return  # logged already at this step
-    logs = {"loss": state.interval.mean, "learning_rate": result.learning_rate}
+    logs = {"loss": state.interval.mean}
     if result.grad_norm is not None:
         logs["grad_norm"] = float(result.grad_norm)
+    logs |= {"learning_rate": result.learning_rate, "epoch": state.epoch}
     if state.skipped_steps:
         logs["skipped_steps"] = state.skipped_steps
     state.interval.clear()
-    run.log(logs)
+    run.log(logs | run.meter.logs(state))
 
 
 def _evaluate(run: Run) -> dict[str, float]:

@@ -1,16 +1,21 @@
 """What the steps of a run amounted to: losses and times, read from the device as seldom as possible."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from allstep.arguments import TrainingArguments
+from allstep.comm.communicator import Communicator
 from allstep.report.record import StepRecord
 from allstep.trainer.state import TrainerState
+from allstep.trainer.throughput import Speedometer, Work, device_peak, model_flops
 
-__all__ = ["Meter", "StepResult"]
+__all__ = ["Meter", "StepResult", "make_meter"]
 
 SHOW_EVERY = 0.1
 """Seconds between two records for whoever watches."""
@@ -39,20 +44,44 @@ class Meter:
 
     Args:
         show: called with a record at most every tenth of a second, and only on ranks where somebody watches; None for nobody.
+        speed: what measures how fast all ranks go; None where nobody asks for `logs`.
+        only_finite: whether steps whose loss is not finite are left out of the means.
     """
 
-    def __init__(self, show: Callable[[StepRecord], None] | None) -> None:
-        self._show = show
+    def __init__(
+        self,
+        show: Callable[[StepRecord], None] | None,
+        speed: Speedometer | None = None,
+        *,
+        only_finite: bool = False,
+    ) -> None:
+        self._show, self._speed, self._only_finite = show, speed, only_finite
         self._unread: list[StepResult] = []
+        self._unlogged = 0  # samples since the last log
+        self.has_news = False
+        """Whether a step was taken since the last log."""
         self._samples = 0  # since the last record
         self._since = time.perf_counter()  # of the last record, moved on by pauses
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._since = time.perf_counter()
+        if self._speed is not None:
+            self._speed.begin()
+
+    def count(self, inputs: Any) -> None:
+        """This rank runs a micro-batch."""
+        if self._speed is not None:
+            self._speed.work.add(inputs)
 
     def add(self, result: StepResult, samples: int, state: TrainerState) -> None:
         """Take in a step over `samples` samples, all ranks together."""
         self._unread.append(result)
+        self.has_news |= not result.skipped
         if len(self._unread) >= MOST_UNREAD:  # a run that never logs must not fill the memory
             self.settle(state)
         self._samples += samples
+        self._unlogged += samples
         seconds = time.perf_counter() - self._since
         if self._show is not None and (seconds >= SHOW_EVERY or state.global_step == state.max_steps):
             self._show(self._record(result, seconds, state))
@@ -70,15 +99,28 @@ class Meter:
         losses = torch.stack([each.loss_sum for each in counted]).tolist()
         weights = torch.stack([each.weight_sum for each in counted]).tolist()
         for loss, weight in zip(losses, weights, strict=True):
+            if self._only_finite and not math.isfinite(loss):
+                continue
             state.interval.add(loss, weight)
             state.run.add(loss, weight)
+
+    def gather(self, state: TrainerState) -> None:
+        """Collective. Bring the counts of all ranks in `state` up to date: tokens and floating-point operations."""
+        if self._speed is not None:
+            self._speed.gather(state)
+
+    def logs(self, state: TrainerState) -> dict[str, float]:
+        """Collective. How fast all ranks went since the last log; see `Speedometer.logs`."""
+        samples, self._unlogged, self.has_news = self._unlogged, 0, False
+        return {} if self._speed is None else self._speed.logs(samples, state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside is no training time."""
         began = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self._speed is None else self._speed.paused():
+                yield
         finally:
             self._since += time.perf_counter() - began
 
@@ -94,3 +136,22 @@ class Meter:
             samples=self._samples,
             seconds=seconds,
         )
+
+
+def make_meter(
+    args: TrainingArguments,
+    model: torch.nn.Module,
+    communicator: Communicator,
+    device: torch.device,
+    processing_class: Any,
+    show: Callable[[StepRecord], None] | None,
+) -> Meter:
+    """The meter of a run of `model`; see `Meter` for `show`."""
+    work = Work(
+        model,
+        str(args.include_num_input_tokens_seen),
+        padding=getattr(processing_class, "pad_token_id", None),
+        flops=model_flops(model),
+    )
+    speed = Speedometer(work, communicator, device, device_peak(device, bf16=args.bf16, fp16=args.fp16))
+    return Meter(show, speed, only_finite=args.logging_nan_inf_filter)

@@ -182,16 +182,30 @@ class Saver:
         # Generators are seeded for each micro-batch, so nothing depends on where they stood (test_resume_elsewhere.py).
         wanted = dataclasses.replace(self._train_state(not self._run.args.save_only_model), with_generators=False)
         saved = TrainerState.from_dict(self._checkpoints.load(folder, wanted).trainer_state)
-        for name in ("epoch", "global_step", "log_history", "interval", "run", "skipped_steps"):
+        for name in (
+            "epoch",
+            "global_step",
+            "log_history",
+            "interval",
+            "run",
+            "skipped_steps",
+            "num_input_tokens_seen",
+            "total_flos",
+        ):
             setattr(state, name, getattr(saved, name))
         for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(state, name, getattr(saved, name))
         if saved.best_model_checkpoint is not None:
             self._best_on_disk = _Best(saved.best_metric, saved.best_global_step, saved.best_model_checkpoint)
+        if run.args.restore_callback_states_from_checkpoint:
+            run.callbacks.restore(saved.stateful_callbacks)
         self._record.resumed_from(folder)
         steps = run.grid.steps_per_epoch or sys.maxsize  # without a length: still in the first pass
         position = saved.position or DataPosition.after(state.global_step, steps)
-        run.position = state.position = self._placed(position, saved.global_batch_size, folder)
+        position = self._placed(position, saved.global_batch_size, folder)
+        if run.args.ignore_data_skip:
+            position = DataPosition(epoch=position.epoch)
+        run.position = state.position = position
         run.model.check_consistency(run.optimizer)
         return _went_on(folder, saved, run)
 
@@ -224,6 +238,7 @@ class Saver:
 
     def _train_state(self, whole: bool) -> TrainState:
         run = self._run
+        run.callbacks.state.stateful_callbacks = run.callbacks.export()
         return TrainState(
             model=run.bare_model,
             optimizer=run.optimizer if whole else None,

@@ -23,7 +23,7 @@ from allstep.trainer.decisions import heed_late_signals
 from allstep.trainer.evaluating import EvaluatingTrainer
 from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
-from allstep.trainer.meter import Meter
+from allstep.trainer.meter import make_meter
 from allstep.trainer.models import in_training, wrap
 from allstep.trainer.optimizing import OptimizingTrainer
 from allstep.trainer.precision import precision_of
@@ -63,20 +63,37 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             the first of each row where the model shifts them), else the samples.
     """
 
-    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None) -> "TrainOutput":
+    _ignored_in_evaluations: list[str] | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        *,
+        model_path: str | None = None,
+    ) -> "TrainOutput":
         """Collective. Train to the end and return the mean loss and the numbers of the run.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest whole one in `output_dir`, or "auto" for that one
                 or the beginning. "true" and "false" are True and False. A job that its launcher has started again after a
                 failure goes on from its own newest one where this is None or False.
+            trial: None; there is no search of hyper-parameters here.
+            ignore_keys_for_eval: keys of the model's outputs that evaluations during training leave out.
+            model_path: the older name of `resume_from_checkpoint`.
 
         Raises:
+            TypeError: a trial was given.
             DataError: there is nothing to train on.
             CheckpointError: `output_dir` cannot be written, or the checkpoint cannot be read.
             RankFailedError: another rank failed.
         """
         began = time.perf_counter()
+        if trial is not None:
+            raise TypeError("train(trial=...) is for a search of hyper-parameters, which is not supported; leave it out.")
+        resume_from_checkpoint = resume_from_checkpoint or model_path
+        self._ignored_in_evaluations = ignore_keys_for_eval
         if self._verification is not None:
             resume_from_checkpoint = self._verification.resume_from
             self.add_callback(StopAfter(self._verification.steps))
@@ -139,9 +156,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         else:
             folder = checkpoints.resolve(resume_from_checkpoint)
         self._resumed_batch = None if folder is None else checkpoints.global_batch_size(folder)
-        source, grid = make_grid(
-            args, lambda: self._source(self.get_train_dataloader()), self.communicator, self._resumed_batch
-        )
+        source, grid = make_grid(args, self._find_source, self.communicator, self._resumed_batch)
         plan = Plan.of(args, grid.steps_per_epoch)
         checkpoints.prepare()
         model = self._ready_model()
@@ -184,18 +199,22 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             compute_loss=self._counted_loss,
             training_step=self._step_of,
             has_own_step=self._has_own_step,
-            meter=Meter(self.sinks.step if self.world.is_main else None),
+            meter=make_meter(
+                args,
+                model,
+                self.communicator,
+                self.device,
+                self.processing_class,
+                self.sinks.step if self.world.is_main else None,
+            ),
             say=self.sinks.message,
             log=self.log,
             save=self._checkpoint,
-            evaluate=self.evaluate,
+            evaluate=self._evaluate,
         )
-        self.callback_handler.kwargs |= {
-            "model": model,
-            "optimizer": run.optimizer,
-            "lr_scheduler": run.scheduler,
-            "train_dataloader": run.loader,
-        }
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = model, run.optimizer, run.scheduler
+        handler.train_dataloader = self._train_dataloader
         if isinstance(grid, StreamGrid):
             self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
         saver = Saver(run, checkpoints, self.processing_class, self._own_way())
@@ -205,6 +224,12 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             self.sinks.message(line)
         run.ledger = open_ledger(run, self._output_dir, with_rows=self._verification is not None)
         return run, saver
+
+    def _evaluate(self) -> dict[str, float]:
+        """`evaluate`, for the loop; an override may have fewer parameters, and return nothing."""
+        ignored = self._ignored_in_evaluations
+        metrics: dict[str, float] | None = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
+        return metrics or {}
 
     def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":
         state = self.state

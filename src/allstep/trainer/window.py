@@ -86,6 +86,7 @@ class _Turn:
     def take(self) -> None:
         """Run the training step."""
         run, inputs = self._run, self._feed.inputs
+        run.meter.count(inputs)
         seed_generators(mixed(run.args.seed, run.callbacks.state.global_step, self._feed.micro_batch.number))
         HERE.enter("forward")
         loss = run.training_step(run.model, dict(inputs) if type(inputs) is dict else inputs, self._weight, self.backward)

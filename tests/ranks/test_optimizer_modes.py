@@ -1,4 +1,4 @@
-"""Optimizers that train other weights than those they are for (schedule-free ones) show these in evaluations and checkpoints."""
+"""Optimizers that train other weights than they are for (schedule-free ones) show these in evaluations and checkpoints."""
 
 import torch
 from safetensors.torch import load_file

@@ -37,13 +37,14 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *dataclass_types: Any, **kwargs: Any) -> None:
-        """`dataclass_types`: the dataclasses to read, one by one or in one sequence; `kwargs`: those of argparse.
+        """`dataclass_types`: the dataclasses to read, one by one, in one sequence or by that name; `kwargs`: those of argparse.
 
         Raises:
             ArgumentsError: a field with an annotation that has no spelling on a command line, or a name used twice.
         """
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("usage", "%(prog)s [--name value ...]")
+        dataclass_types = (*dataclass_types, kwargs.pop("dataclass_types", ()))
         super().__init__(**kwargs)
         listed = [each if isinstance(each, (list, tuple)) else (each,) for each in dataclass_types]
         self.dataclass_types: tuple[type, ...] = tuple(one for several in listed for one in several)

@@ -43,7 +43,9 @@ class TrainingArguments(SettableArguments, metaclass=ArgumentsMeta):
         self._check()
 
     def _check(self) -> None:
-        values = normalise({each.name: getattr(self, each.name) for each in dataclasses.fields(TrainingArguments)})
+        names = [each.name for each in dataclasses.fields(TrainingArguments)]
+        names.remove("local_rank")  # the launcher's word, which is asked for when somebody reads it
+        values = normalise({name: getattr(self, name) for name in names})
         found = problems(values)
         if found:
             lines = "".join(f"\n  {problem}" for problem in found)

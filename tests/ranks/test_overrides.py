@@ -334,6 +334,27 @@ def test_a_prediction_step_of_ones_own_is_what_counts(tmp_path):
     assert own_rows == pytest.approx(rows + 1)
 
 
+def by_batch(rank, size, folder):
+    trainer = make(Trainer, folder, size, eval_do_concat_batches=False, per_device_eval_batch_size=2)
+    seen = []
+
+    def compute(prediction):
+        seen.append((list(map(len, prediction.predictions)), list(map(len, prediction.label_ids))))
+        return {}
+
+    trainer.compute_metrics = compute
+    trainer.evaluate()
+    output = trainer.predict(Regression(7))
+    whole = make(Trainer, folder, size).predict(Regression(7))
+    return seen, [batch.tolist() for batch in output.predictions], whole.predictions.tolist()
+
+
+def test_outputs_by_batch(ranks, tmp_path):
+    for seen, batches, whole in ranks.run(by_batch, tmp_path):
+        assert seen == [([2, 2, 2, 1], [2, 2, 2, 1])] * 2
+        assert torch.allclose(torch.tensor([row for batch in batches for row in batch]), torch.tensor(whole))
+
+
 # ---- what is written
 
 

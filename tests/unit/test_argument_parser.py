@@ -205,7 +205,8 @@ def test_training_arguments_from_a_usual_command_line() -> None:
 
 def test_several_dataclasses_come_back_in_order() -> None:
     words = ["--width", "8", "--max_steps", "2"]
-    for parser in (ArgumentParser(Model, TrainingArguments), ArgumentParser((Model, TrainingArguments))):
+    both = (Model, TrainingArguments)
+    for parser in (ArgumentParser(*both), ArgumentParser(both), ArgumentParser(dataclass_types=both)):
         model, args = parser.parse_args_into_dataclasses(words)
         assert model == Model(8)
         assert args.max_steps == 2

@@ -542,6 +542,16 @@ def test_an_earlier_name_warns_once_at_the_line_of_the_script() -> None:
         assert warning.filename == __file__
 
 
+def test_only_rank_0_warns(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    for name, value in zip(LAUNCH_VARIABLES, ("1", "2", "1", "2", "localhost", "1234"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert TrainingArguments(no_cuda=True, dataloader_in_order=False).use_cpu  # type: ignore[call-arg]
+    monkeypatch.delenv("MASTER_PORT")
+    assert not list(recwarn)
+    with pytest.warns(FutureWarning, match="no_cuda"):  # and where the variables contradict one another, all do
+        TrainingArguments(no_cuda=True)  # type: ignore[call-arg]
+
+
 def test_two_names_of_one_argument_are_refused_together() -> None:
     with pytest.raises(ArgumentsError) as error:
         TrainingArguments(no_cuda=True, use_cpu=False, eval_strategy="no", evaluation_strategy="epoch")  # type: ignore[call-arg]
@@ -553,7 +563,7 @@ def test_two_names_of_one_argument_are_refused_together() -> None:
 @pytest.mark.parametrize(
     ("old", "sentence"),
     [
-        ({"sharded_ddp": "simple"}, "sharded_ddp='simple': expected nothing, another engine's switch"),
+        ({"sharded_ddp": "simple"}, "sharded_ddp='simple': expected nothing, every rank holds the whole model here"),
         ({"tpu_num_cores": 8}, "TPUs are not supported; leave it out"),
         ({"jit_mode_eval": True}, "write torch_compile=True"),
         ({"warmup_ratio": 1.0}, "warmup_ratio=1.0: expected a share of all steps below 1"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allstep._arguments.choices import LOG_LEVELS, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES
-from allstep._arguments.standing import NOTHING_TO_DO, REFUSED
+from allstep._arguments.standing import NOTHING_TO_DO, OURS, REFUSED
 from allstep.argument_parser import ArgumentParser
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
@@ -21,11 +21,6 @@ from transformers import HfArgumentParser, IntervalStrategy, SchedulerType, Seq2
 from transformers import TrainingArguments as Theirs  # noqa: E402
 from transformers.trainer_pt_utils import AcceleratorConfig  # noqa: E402
 from transformers.training_args import OptimizerNames, ParallelMode, trainer_log_levels  # noqa: E402
-
-OURS = {"global_batch_size", "deterministic_reduction", "ledger", "ledger_digest_steps", "dataloader_split_streams"}
-OURS |= {"ddp_wait_warning", "ddp_drift_check_steps", "ddp_drift_action", "nonfinite_gradients"}
-OURS |= {"save_in_background", "save_failure"}
-"""Arguments that Hugging Face does not have."""
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -53,7 +48,7 @@ def differences(theirs: type) -> list[str]:
 
 def test_every_field_has_the_same_default() -> None:
     assert differences(Theirs) == []
-    assert defaults(TrainingArguments).keys() - defaults(Theirs).keys() == OURS
+    assert defaults(TrainingArguments).keys() - defaults(Theirs).keys() == {*OURS}
 
 
 def test_a_new_field_and_a_new_default_are_told() -> None:
@@ -202,6 +197,8 @@ def test_an_object_of_an_earlier_version_is_read_by_its_names() -> None:
     assert ours.overwrite_output_dir
     assert TrainingArguments.from_transformers(Earlier()) == TrainingArguments("out", optim="adamw_torch")
     assert TrainingArguments.from_transformers(Earlier(warmup_ratio=0.1, warmup_steps=5)).warmup_steps == 5
+    with pytest.raises(ArgumentsError, match=r"warmup_ratio=1\.0: expected a share of all steps below 1"):
+        TrainingArguments.from_transformers(Earlier(warmup_ratio=1.0))
     with pytest.raises(ArgumentsError, match="sharded_ddp='simple': expected nothing"):
         TrainingArguments.from_transformers(Earlier(sharded_ddp="simple"))  # type: ignore[arg-type]
     assert earlier.evaluation_strategy == TrainingArguments.from_transformers(earlier).evaluation_strategy

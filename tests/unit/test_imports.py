@@ -10,6 +10,7 @@ ROOT = Path(allstep.__file__).parent
 LEVELS = {
     "arguments": 0,
     "argument_parser": 0,
+    "arguments_seq2seq": 0,
     "errors": 0,
     "environment": 0,
     "words": 0,
@@ -46,9 +47,9 @@ MEASURING = "allstep.cli.bench.programs."
 
 
 def part_of(module: str) -> str:
-    """allstep.ddp.module -> ddp; private modules beside arguments belong to its level."""
+    """allstep.ddp.module -> ddp; modules beside arguments belong to its level."""
     name = module.split(".")[1]
-    return "arguments" if name.startswith("_argument") else name
+    return "arguments" if name.startswith(("_argument", "arguments_")) else name
 
 
 def level_of(module: str) -> int:

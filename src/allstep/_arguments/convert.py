@@ -27,12 +27,12 @@ def values_of(args: Any, known: Collection[str]) -> tuple[dict[str, Any], dict[s
     further = {name: value for name, value in held.items() if name not in known}
     for name in [name for name in further if name in OLD_NAMES]:
         entry, value = OLD_NAMES[name], further[name]
-        if entry.now is not None:
+        if not entry.accepts(value):
+            values[name] = further.pop(name)  # to be refused with the others
+        elif entry.now is not None:
             new = entry.now(value) if value != usual.get(name) else {}
             values |= {each: new[each] for each in new if each not in values or values[each] == usual.get(each)}
             del further[name]
-        elif entry.harmless is not None and value not in entry.harmless:
-            values[name] = further.pop(name)  # to be refused with the others
     if values.get("disable_tqdm") is False:
         values["disable_tqdm"] = None  # what None became there; here it still looks at where the output goes
     theirs = [cls for cls in type(args).__mro__ if cls.__module__ == _THEIR_MODULE]

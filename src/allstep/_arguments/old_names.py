@@ -7,6 +7,7 @@
 import abc
 import functools
 import inspect
+import os
 import sys
 import types
 import warnings
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from allstep._arguments.names import unknown_names_message
-from allstep.errors import ArgumentsError
+from allstep.environment import WorkerEnvironment
+from allstep.errors import ArgumentsError, LaunchVariablesError
 
 __all__ = ["OLD_NAMES", "ArgumentsMeta", "OldName", "current_names", "warn"]
 
@@ -32,8 +34,10 @@ class OldName:
     """Annotation by which a command line reads it."""
     read: Callable[[Any], Any] | None = None
     """Arguments → what the old name reads as, where scripts read it and were not given it."""
-    harmless: tuple[Any, ...] | None = None
-    """Values that ask for nothing; others are refused with the advice. None: all values are taken."""
+    accepts: Callable[[Any], bool] = lambda value: True
+    """Whether a value can be followed; others are refused with the advice."""
+    expected: str = ""
+    """Which values can be followed, in words; empty for all of them."""
 
 
 def _renamed(new: str, kind: Any) -> OldName:
@@ -55,10 +59,10 @@ def _dropped(advice: str, usual: Any, kind: Any = bool | None) -> OldName:
 
 def _gone(advice: str, *harmless: Any, kind: Any = bool | None) -> OldName:
     """A name that cannot be followed, unless its value asks for nothing."""
-    return OldName(f"{advice}; leave it out", None, kind, harmless=(None, False, "", *harmless))
+    return OldName(advice, None, kind, accepts=lambda value: value in (None, False, "", *harmless), expected="nothing")
 
 
-_OTHER_ENGINE = "another engine's switch, and every rank holds the whole model here"
+_OTHER_ENGINE = "every rank holds the whole model here; leave it out"
 _PRECISION = "bf16 or fp16 says all there is to say"
 
 OLD_NAMES: Mapping[str, OldName] = {
@@ -69,6 +73,8 @@ OLD_NAMES: Mapping[str, OldName] = {
         lambda share: {"warmup_steps": share} if share else {},
         float | None,
         lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0,
+        lambda share: not isinstance(share, (int, float)) or share < 1,  # warmup_steps=1 is one step
+        "a share of all steps below 1",
     ),
     "no_cuda": _renamed("use_cpu", bool | None),
     "per_gpu_train_batch_size": _renamed("per_device_train_batch_size", int | None),
@@ -93,19 +99,19 @@ OLD_NAMES: Mapping[str, OldName] = {
     "half_precision_backend": _dropped(_PRECISION, "auto", str | None),
     "fp16_backend": _dropped(_PRECISION, "auto", str | None),
     "fp16_opt_level": _dropped(_PRECISION, "O1", str | None),
-    "dispatch_batches": _gone("every rank reads its own part of the data"),
-    "split_batches": _gone("per_device_train_batch_size counts the samples of one rank; write global_batch_size instead"),
+    "dispatch_batches": _gone("every rank reads its own part of the data; leave it out"),
+    "split_batches": _gone("write global_batch_size, the samples of a step on all ranks"),
     "sharded_ddp": _gone(_OTHER_ENGINE, [], kind=str | None),
     "fsdp_min_num_params": _gone(_OTHER_ENGINE, 0, kind=int | None),
     "fsdp_transformer_layer_cls_to_wrap": _gone(_OTHER_ENGINE, kind=str | None),
     "mp_parameters": _gone(_OTHER_ENGINE, kind=str | None),
-    "tpu_num_cores": _gone("TPUs are not supported", kind=int | None),
-    "tpu_metrics_debug": _gone("TPUs are not supported"),
-    "past_index": _gone("memories of a model are not carried from batch to batch", -1, kind=int | None),
+    "tpu_num_cores": _gone("TPUs are not supported; leave it out", kind=int | None),
+    "tpu_metrics_debug": _gone("TPUs are not supported; leave it out"),
+    "past_index": _gone("nothing is carried from batch to batch; leave it out", -1, kind=int | None),
     "ray_scope": _dropped("searches of hyperparameters are not part of this package", "last", str | None),
-    "use_ipex": _gone("call ipex.optimize on the model in the script"),
+    "use_ipex": _gone("call ipex.optimize on the model in the script instead"),
     "jit_mode_eval": _gone("write torch_compile=True"),
-    "use_legacy_prediction_loop": _gone("there is one way to evaluate"),
+    "use_legacy_prediction_loop": _gone("there is one way to evaluate; leave it out"),
 }
 """Old name → what it is now. No name here is a field of TrainingArguments (tests/unit/test_arguments.py)."""
 
@@ -164,22 +170,27 @@ def current_names(owner: str, given: Mapping[str, Any], accepted: Collection[str
 def _translated(name: str, value: Any, current: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """(what is wrong, the arguments of today) for one old name."""
     entry = OLD_NAMES[name]
-    if entry.harmless is not None and value not in entry.harmless:
-        return f"{name}={value!r}: expected nothing, {entry.advice}.", {}
-    if name == "warmup_ratio" and isinstance(value, (int, float)) and value >= 1:
-        return f"warmup_ratio={value!r}: expected a share of all steps below 1; {entry.advice}.", {}
+    if not entry.accepts(value):
+        return f"{name}={value!r}: expected {entry.expected}, {entry.advice}.", {}
     new = entry.now(value) if entry.now else {}
-    for twice in new.keys() & current.keys():
-        return (
-            f"{name}={value!r} and {twice}={current[twice]!r}: expected one of them, these are the old and the new name of one "
-            f"argument. Write {twice} only.",
-            {},
-        )
-    return "", new
+    twice = next(iter(new.keys() & current.keys()), None)
+    if twice is None:
+        return "", new
+    return (
+        f"{name}={value!r} and {twice}={current[twice]!r}: expected one of them, these are the old and the new name of one "
+        f"argument. Write {twice} only.",
+        {},
+    )
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn of what a script wrote, at the line of the script."""
+    """Warn of what a script wrote, at the line of the script; on rank 0, as all ranks run the same script."""
+    try:
+        rank = WorkerEnvironment.from_variables(os.environ).rank
+    except LaunchVariablesError:
+        rank = 0  # who joins the others will be told
+    if rank:
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_ours(frame):
         frame, level = frame.f_back, level + 1

@@ -25,7 +25,7 @@ class RunFields(TrainingFields):
     resume_from_checkpoint: str | None = None
     """For the script to read: what to hand to `Trainer.train(resume_from_checkpoint=...)`: a checkpoint folder, "true" for the
     newest whole one, "auto" for that or the beginning, "false"."""
-    local_rank: int = -1
+    local_rank: int = field(default=-1, repr=False, compare=False)
     """Accepted because old launchers pass it; what it says is ignored. Reads as this process's rank on its host, as the
     launcher's variables say, and -1 where nobody launched it."""
 

@@ -1,13 +1,30 @@
-"""Arguments of Hugging Face's that do nothing here: those with nothing to do, and those whose work is not done here.
+"""How arguments stand to Hugging Face's: which are ours alone, which have nothing to do here, whose work is not done here.
 
-docs/migrating.md shows both, as made by docs/generate_arguments.py.
+docs/migrating.md shows it, as made by docs/generate_arguments.py; all others mean what they mean there.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NOTHING_TO_DO", "REFUSED", "Refused"]
+__all__ = ["NOTHING_TO_DO", "OURS", "REFUSED", "Refused"]
+
+OURS = frozenset(
+    (
+        "ddp_drift_action",
+        "ddp_drift_check_steps",
+        "ddp_wait_warning",
+        "dataloader_split_streams",
+        "deterministic_reduction",
+        "global_batch_size",
+        "ledger",
+        "ledger_digest_steps",
+        "nonfinite_gradients",
+        "save_failure",
+        "save_in_background",
+    )
+)
+"""Arguments that Hugging Face's TrainingArguments does not have (tests/unit/test_hugging_face_fields.py)."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +41,9 @@ _WHOLE = "every rank holds the whole model here; leave it out, or stay with the 
 _OWN_OPTIMIZER = "leave it out, or pass Trainer(optimizers=(optimizer, None)) your own"
 
 REFUSED: Mapping[str, Refused] = {
-    "fsdp": Refused(
-        (None, False, "", []),
-        "every rank holds the whole model here; leave it out, or shard the model with torch's fully_shard",
-    ),
-    "deepspeed": Refused((None, "", {}), "every rank holds the whole model here; leave it out, or train with DeepSpeed itself"),
-    "parallelism_config": Refused((None,), "every rank holds the whole model here; leave it out"),
+    "fsdp": Refused((None, False, "", []), _WHOLE),
+    "deepspeed": Refused((None, "", {}), _WHOLE),
+    "parallelism_config": Refused((None,), _WHOLE),
     "use_liger_kernel": Refused(
         (False,), "models are not patched here; leave it out, and call liger_kernel's apply_liger_kernel_to_... in the script"
     ),

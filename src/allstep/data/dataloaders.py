@@ -96,7 +96,7 @@ class RankDataLoader(DataLoader[Any]):
     """A DataLoader that gives each rank its own batches, on its device; what the Trainer's `get_*_dataloader` return.
 
     In each round every rank has one batch, rank r of N the batches r, N + r, 2 N + r, …; so all have as many. Where samples
-    run out in the last round, it is filled up with those from the beginning, which `real_samples` tells: there,
+    run out in the last round of several ranks, it is filled up with those from the beginning, as `real_samples` tells: there
     `Accelerator.gather_for_metrics` cuts them off. A stream is not filled up: some ranks may have one batch less.
     (The Trainer itself repeats no sample.)
 
@@ -131,15 +131,14 @@ class RankDataLoader(DataLoader[Any]):
         """The same for each rank as `loader` is for one."""
         if isinstance(loader, cls):
             return loader
-        parts: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
-        if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is BatchSampler:
+        parts: dict[str, Any]
+        if loader.batch_size is None and loader.batch_sampler is not None:
+            parts = {"batch_sampler": loader.batch_sampler}
+        else:  # batches are made by the loader, or by the dataset
             parts = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None:
             parts |= {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
         names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
         parts |= {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
-        if loader.batch_sampler is None:
-            parts["batch_size"] = None
         return cls(loader.dataset, rank=rank, ranks=ranks, device=device, seed=seed, **parts)
 
     def __len__(self) -> int:
@@ -170,6 +169,8 @@ class RankDataLoader(DataLoader[Any]):
 
     def _pick(self, order: Order, epoch: int, number: int, size: int, samples: int) -> Pick:
         start = (number * self.ranks + self.rank) * size
+        if self.ranks == 1:
+            size = min(size, samples - start)
         ids: list[int] = []
         for place in range(start, start + size):  # one after the other, as those that fill up may begin anew
             at = place % samples

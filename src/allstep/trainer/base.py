@@ -13,6 +13,7 @@ from allstep.arguments import TrainingArguments
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
 from allstep.data.seeding import seed_generators
+from allstep.report.memory_stages import MemoryStages
 from allstep.report.sink import RunFacts
 from allstep.report.sinks import make_sinks
 from allstep.trainer.accelerator import Accelerator
@@ -26,6 +27,7 @@ from allstep.trainer.precision import autocast, precision_line, set_numerics
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
 from allstep.trainer.stopping import restarts
+from allstep.trainer.verbosity import set_log_levels
 from allstep.trainer.verification import Verification
 
 __all__ = ["TrainerBase", "made"]
@@ -68,10 +70,13 @@ class TrainerBase:
         )
         self.communicator = communicator_for(None)
         self.device = torch.device(self.world.device)
+        self._memory = MemoryStages(not self.args.skip_memory_metrics, self.device)
+        self._memory.begin("init")
         self.accelerator = Accelerator(self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device))
         """This process among the others, under the names of Hugging Face's accelerate."""
         seed_generators(self.args.seed)
         set_numerics(self.args, os.environ)
+        set_log_levels(self.args, is_main=self.args.should_log)
         self._model_init = model_init
         self.model: nn.Module = bare(model) if model is not None else made(model_init)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -91,6 +96,7 @@ class TrainerBase:
         self.last_run: Run | None = None
         """What the last `train` worked with."""
         self._facts: tuple[nn.Module, LossFacts] | None = None  # a model and what was read from it
+        self._flops: tuple[nn.Module, Callable[[Any], float]] | None = None  # the same
         self.callback_handler = CallbackHandler(
             with_defaults(callbacks, self.args.disable_tqdm), self.model, processing_class, *optimizers, args=self.args
         )
@@ -106,6 +112,7 @@ class TrainerBase:
         if (line := precision_line(self.args)) is not None:
             self.sinks.message(line)
         self.callback_handler.call("on_init_end")
+        self._memory.end("init")
 
     # ---- logging and callbacks
 
@@ -117,6 +124,8 @@ class TrainerBase:
         step, epoch = self.state.global_step, self.state.epoch
         if epoch is not None:
             logs["epoch"] = epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": step})
         self.callback_handler.call("on_log", logs=logs)
         self.sinks.log({name: value for name, value in logs.items() if name != "epoch"}, step=step, epoch=epoch or 0.0)

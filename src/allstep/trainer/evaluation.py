@@ -23,7 +23,7 @@ from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.data.stream_loader import StreamLoader
 from allstep.ddp.sync import send_buffers
 from allstep.trainer.exact_sum import ExactSum
-from allstep.trainer.gathering import gathered, in_order, outlined, to_numpy
+from allstep.trainer.gathering import by_batch, gathered, in_order, outlined, to_numpy
 from allstep.trainer.precision import in_evaluation_dtype
 
 __all__ = [
@@ -130,6 +130,7 @@ def evaluate(
     rounds: Rounds | None = None,
     rows_by_inputs: bool = False,
     main_input: str = "input_ids",
+    concatenates: bool = True,
     dtype: torch.dtype | None = None,
 ) -> EvaluationResult:
     """Collective. Run `predict` on this rank's batches, with the model in eval mode, and put all ranks' results together.
@@ -145,6 +146,7 @@ def evaluate(
         rounds: where every rank is to see every batch.
         rows_by_inputs: a feed's inputs tell how many samples they are, not its sample ids.
         main_input: name of the one that is kept where inputs are; all of them where there is none of that name.
+        concatenates: give one array of all rows; else a list with those of each batch.
         dtype: what the model is cast to meanwhile; None for nothing.
 
     Raises:
@@ -176,7 +178,7 @@ def evaluate(
                 _go_in_rounds(iter(feeds), run, rounds, communicator, device)
     finally:
         model.train(was_training)
-    return _merged(rows, communicator, device)
+    return _merged(rows, communicator, device, concatenates)
 
 
 class _Rows:
@@ -222,7 +224,7 @@ def _parts(said: Prediction, inputs: Any, samples: int) -> dict[str, Any]:
     }
 
 
-def _merged(rows: _Rows, communicator: Communicator, device: torch.device) -> EvaluationResult:
+def _merged(rows: _Rows, communicator: Communicator, device: torch.device, concatenates: bool) -> EvaluationResult:
     with failing_together(communicator, "putting together what was evaluated"):
         rows.settle()
         outlines = {name: outlined(batches) for name, batches in rows.kept.items()}
@@ -238,6 +240,9 @@ def _merged(rows: _Rows, communicator: Communicator, device: torch.device) -> Ev
         name: in_order(gathered(rows.kept.pop(name), [each[name] for *_, each in ranks], communicator, device), batches)
         for name in list(rows.kept)
     }
+    if not concatenates:
+        sizes = [samples for _, samples in sorted(batches)]
+        merged = {name: by_batch(value, sizes) for name, value in merged.items()}
     weight = weight_sum.total()
     return EvaluationResult(
         loss=loss_sum.total() / weight if weight else None,

@@ -13,7 +13,7 @@ import torch
 from allstep.comm.communicator import Communicator
 from allstep.errors import DataError
 
-__all__ = ["PADDING", "gathered", "in_order", "outlined", "to_numpy"]
+__all__ = ["PADDING", "by_batch", "gathered", "in_order", "outlined", "to_numpy"]
 
 PADDING = -100
 """Fills rows that are shorter than the longest, as a label that counts nowhere."""
@@ -96,6 +96,18 @@ def in_order(value: Any, batches: Sequence[tuple[int, int]]) -> Any:
     if numbers == sorted(numbers):
         return value
     return _permuted(value, np.argsort(numbers, kind="stable"), np.argsort(np.repeat(*np.transpose(batches)), kind="stable"))
+
+
+def by_batch(value: Any, sizes: Sequence[int]) -> Any:
+    """`value`, in order, as a list with what each batch of `sizes` rows has; None where there is nothing."""
+    if isinstance(value, Mapping):
+        parts = {key: by_batch(item, sizes) for key, item in value.items()}
+        return [{key: part[at] for key, part in parts.items()} for at in range(len(sizes))]
+    if isinstance(value, tuple):
+        return [*zip(*(by_batch(item, sizes) for item in value), strict=True)]
+    if isinstance(value, np.ndarray) and len(value) == sum(sizes):
+        return np.split(value, np.cumsum(sizes)[:-1])
+    return None if value is None else list(value)
 
 
 def _permuted(value: Any, batches: Any, rows: Any) -> Any:

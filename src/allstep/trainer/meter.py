@@ -13,7 +13,7 @@ from allstep.arguments import TrainingArguments
 from allstep.comm.communicator import Communicator
 from allstep.report.record import StepRecord
 from allstep.trainer.state import TrainerState
-from allstep.trainer.throughput import Speedometer, Work, device_peak, model_flops
+from allstep.trainer.throughput import Speedometer, Work, device_peak
 
 __all__ = ["Meter", "StepResult", "make_meter"]
 
@@ -145,13 +145,14 @@ def make_meter(
     device: torch.device,
     processing_class: Any,
     show: Callable[[StepRecord], None] | None,
+    flops: Callable[[Any], float],
 ) -> Meter:
-    """The meter of a run of `model`; see `Meter` for `show`."""
+    """The meter of a run of `model`; see `Meter` for `show`, `Work` for `flops`."""
     work = Work(
         model,
         str(args.include_num_input_tokens_seen),
         padding=getattr(processing_class, "pad_token_id", None),
-        flops=model_flops(model),
+        flops=flops,
     )
     speed = Speedometer(work, communicator, device, device_peak(device, bf16=args.bf16, fp16=args.fp16))
     return Meter(show, speed, only_finite=args.logging_nan_inf_filter)

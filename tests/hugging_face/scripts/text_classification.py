@@ -29,7 +29,7 @@ def main(argv=None):
     model = BertForSequenceClassification(
         BertConfig(
             vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-            max_position_embeddings=64, num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)},
+            max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)},
         )
     )  # fmt: skip
 
@@ -38,11 +38,11 @@ def main(argv=None):
         eval_strategy="epoch",
         save_strategy="epoch",
         logging_strategy="epoch",
-        learning_rate=1e-2,
+        learning_rate=5e-3,
         per_device_train_batch_size=6,
         per_device_eval_batch_size=8,
         gradient_accumulation_steps=cli.gradient_accumulation_steps,
-        num_train_epochs=6,
+        num_train_epochs=10,
         weight_decay=0.01,
         warmup_steps=0.1,
         load_best_model_at_end=True,

@@ -254,6 +254,39 @@ def test_the_first_step_tells_how_many_tokens_there_are(ranks, tmp_path):
         assert skipped <= 1
 
 
+class Unscaled(Trainer):
+    """Goes backward by itself."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class Scaled(Trainer):
+    """Goes backward as it should."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def own_step(rank, size, folder, kind):
+    trainer = make(folder, size)
+    trainer = kind(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
+    trainer.train()
+    return told(trainer)[0]
+
+
+def test_a_training_step_of_the_users_own_scales_its_loss_or_is_refused(ranks, tmp_path):
+    assert ranks.run(own_step, tmp_path / "scaled", Scaled) == ranks.run(own_step, tmp_path / "own", Trainer)
+    for outcome in ranks.outcomes(own_step, tmp_path / "unscaled", Unscaled):
+        assert outcome.error == "RuntimeError"
+        assert "expected self.accelerator.backward(loss)" in outcome.message
+
+
 def refused(rank, size, folder):
     make(folder, size, net=lambda: RegressionNet().half()).train()
 

@@ -1,5 +1,6 @@
 """Optimizers that train other weights than they are for (schedule-free ones) show these in evaluations and checkpoints."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -36,14 +37,14 @@ class Watch(TrainerCallback):
         self.after = float(model.net[0].bias.detach()[0])
 
 
-def trained(rank, size, folder):
+def trained(rank, size, folder, first):
     args = TrainingArguments(
         str(folder),
         max_steps=2,
         per_device_train_batch_size=4,
         eval_strategy="steps",
         eval_steps=1,
-        eval_on_start=True,
+        eval_on_start=first,
         save_steps=1,
         use_cpu=True,
         disable_tqdm=True,
@@ -63,8 +64,9 @@ def trained(rank, size, folder):
     return start, watch.in_step, watch.after, float(model.net[0].bias.detach()[0])
 
 
-def test_weights_are_those_of_use_outside_of_steps(ranks, tmp_path):
-    for start, in_step, after, end in ranks.run(trained, tmp_path):
+@pytest.mark.parametrize("first", [False, True])
+def test_weights_are_those_of_use_outside_of_steps(ranks, tmp_path, first):
+    for start, in_step, after, end in ranks.run(trained, tmp_path, first):
         assert in_step == torch.tensor(start).add(1.0)
         assert [after, end] == [start, start]
     assert load_file(tmp_path / "checkpoint-1" / "model.safetensors")["net.0.bias"][0] == start

@@ -133,7 +133,8 @@ class ComputingTrainer(TrainerBase):
     def floating_point_ops(self, inputs: Any) -> float:
         """Floating-point operations of forward and backward over `inputs`, which `state.total_flos` counts; may be overridden.
 
-        The model's own `floating_point_ops`, or 6 for each token and each parameter that is no embedding.
+        The model's own `floating_point_ops`, or 6 for each token and each parameter that is no embedding. `state.total_flos` is
+        their sum over all micro-batches and ranks.
         """
         if self._flops is None or self._flops[0] is not self.model:
             self._flops = self.model, model_flops(self.model)

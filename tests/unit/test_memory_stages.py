@@ -19,15 +19,16 @@ def touched(size):
 
 
 def test_what_stays_and_what_was_needed_for_a_while():
-    stages, kept = MemoryStages(True, CPU), []
-    with stages.stage("init"):
-        kept.append(touched(64))
-    metrics = {"train_loss": 1.0}
-    with stages.stage("train", metrics):
-        touched(128).close()
-        kept.append(touched(64))
-        with stages.stage("eval") as inner:
-            pass
+    stages, kept, metrics, inner = MemoryStages(True, CPU), [], {"train_loss": 1.0}, {}
+    stages.begin("init")
+    kept.append(touched(64))
+    stages.end("init")
+    stages.begin("train")
+    touched(128).close()
+    kept.append(touched(64))
+    stages.begin("eval")
+    stages.end("eval", inner)
+    stages.end("train", metrics)
     assert inner == {}
     assert list(metrics) == [
         "train_loss",
@@ -40,9 +41,9 @@ def test_what_stays_and_what_was_needed_for_a_while():
     assert 48 * MIB < metrics["init_mem_cpu_alloc_delta"] < 80 * MIB
     assert 48 * MIB < metrics["train_mem_cpu_alloc_delta"] < 80 * MIB
     assert metrics["train_mem_cpu_peaked_delta"] > 48 * MIB
-    with stages.stage("eval") as later:
-        pass
-    assert list(later) == ["eval_mem_cpu_alloc_delta", "eval_mem_cpu_peaked_delta"], "the first stage has told of init"
+    stages.begin("eval")
+    stages.end("eval", inner)
+    assert list(inner) == ["eval_mem_cpu_alloc_delta", "eval_mem_cpu_peaked_delta"], "the first stage has told of init"
     for memory in kept:
         memory.close()
 

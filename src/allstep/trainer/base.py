@@ -36,6 +36,11 @@ __all__ = ["TrainerBase", "made"]
 class TrainerBase:
     """The parts of a Trainer. See `Trainer` for the arguments."""
 
+    is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = is_model_parallel = False
+    """What scripts for Hugging Face's Trainer ask: every rank holds the whole model."""
+    place_model_on_device = True
+    hp_search_backend = None
+
     def __init__(
         self,
         model: nn.Module | None = None,

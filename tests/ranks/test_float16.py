@@ -287,6 +287,21 @@ def test_a_training_step_of_the_users_own_scales_its_loss_or_is_refused(ranks, t
         assert "expected self.accelerator.backward(loss)" in outcome.message
 
 
+def told_apart(rank, size, folder):
+    trainer = make(folder, size)
+    trainer.args.fp16 = False
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        trainer.train()
+
+
+def test_ranks_that_were_told_other_precisions_are_an_error_on_all(ranks, tmp_path):
+    for outcome in ranks.outcomes(told_apart, tmp_path):
+        assert outcome.error == "ArgumentsError"
+        assert "precision is 'no' on rank 0 and 'fp16' on rank 1" in outcome.message
+
+
 def refused(rank, size, folder):
     make(folder, size, net=lambda: RegressionNet().half()).train()
 

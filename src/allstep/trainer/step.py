@@ -74,7 +74,7 @@ def _leave_out(run: Run, reduced: Reduced) -> StepResult:
 
 
 def _not_taken(run: Run, reduced: Reduced) -> StepResult:
-    """Leave everything as it was before the step."""
+    """Drop the gradients, and put buffers back where they were copied."""
     totals = run.model.totals
     assert totals is not None
     reduced.buffers.put_back()

@@ -105,8 +105,8 @@ SETTINGS = (
     Setting(
         name="mixed_precision",
         metavar="KIND",
-        help="no, fp16 or bf16, for scripts that use accelerate (ACCELERATE_MIXED_PRECISION), and for a Trainer whose arguments "
-        "say neither bf16 nor fp16.",
+        help="no, fp16 or bf16, for scripts that say none themselves: allstep's Trainer and accelerate read it "
+        "(ACCELERATE_MIXED_PRECISION).",
         variables=("ACCELERATE_MIXED_PRECISION",),
         choices=("no", "fp16", "bf16"),
     ),

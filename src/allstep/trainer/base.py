@@ -119,16 +119,16 @@ class TrainerBase:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the current step: into `state.log_history` on every rank, and to whatever reports on rank 0.
 
-        The epoch is added to `logs` itself, and callbacks may change it before anything reports.
+        From a training on, the epoch is added to `logs` itself; callbacks may change it before anything reports.
         """
         step, epoch = self.state.global_step, self.state.epoch
-        if epoch is not None:
+        if self.state.max_steps:  # before a training there is no epoch
             logs["epoch"] = epoch
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": step})
         self.callback_handler.call("on_log", logs=logs)
-        self.sinks.log({name: value for name, value in logs.items() if name != "epoch"}, step=step, epoch=epoch or 0.0)
+        self.sinks.log({name: value for name, value in logs.items() if name != "epoch"}, step=step, epoch=epoch)
         if not self.is_in_train:
             self.sinks.close()
 

@@ -131,7 +131,7 @@ class ComputingTrainer(TrainerBase):
         return self.compute_loss_func is not None and takes_count(self.compute_loss_func)
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Floating-point operations of forward and backward over `inputs`; override for an estimate of your own.
+        """Floating-point operations of forward and backward over `inputs`, which `state.total_flos` counts; may be overridden.
 
         The model's own `floating_point_ops`, or 6 for each token and each parameter that is no embedding. `state.total_flos` is
         their sum over all micro-batches and ranks.

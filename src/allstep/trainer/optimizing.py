@@ -54,6 +54,7 @@ class OptimizingTrainer(TrainerBase):
                 optimizer,
                 self.args.get_warmup_steps(num_training_steps),
                 num_training_steps,
+                larger_is_better=bool(self.args.greater_is_better),
                 **_as_dict(self.args.lr_scheduler_kwargs),
             )
         return self.lr_scheduler

@@ -91,6 +91,11 @@ class _Turn:
         HERE.enter("forward")
         loss = run.training_step(run.model, dict(inputs) if type(inputs) is dict else inputs, self._weight, self.backward)
         if run.has_own_step:
+            if self.is_raw and run.scaler is not None:
+                raise RuntimeError(
+                    "This Trainer's training_step calls loss.backward(), with fp16=True: expected "
+                    "self.accelerator.backward(loss), which scales the loss, so that small gradients are not lost in float16."
+                )
             loss = torch.as_tensor(loss, device=run.device).detach().reshape(())
             self._note(loss, 1.0 if self.is_raw else self._weight)
 

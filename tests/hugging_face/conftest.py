@@ -1,4 +1,4 @@
-"""A rank that has loaded transformers, which takes seconds, for all files here."""
+"""One rank for all tests of this folder, with transformers imported once."""
 
 from collections.abc import Iterator
 

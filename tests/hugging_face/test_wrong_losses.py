@@ -243,7 +243,9 @@ def numbers_of(rank, size, kind, folder, accumulation):
     trainer = Recording(model, args, data_collator=collator, train_dataset=rows, eval_dataset=rows, callbacks=[watch])
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    windows = trainer.communicator.all_gather_object([batches[at : at + accumulation] for at in range(0, len(batches), accumulation)])
+    windows = trainer.communicator.all_gather_object(
+        [batches[at : at + accumulation] for at in range(0, len(batches), accumulation)]
+    )
     differences = []
     for step, (loss, gradients) in enumerate(zip(logged, watch.gradients, strict=True)):
         samples = [

@@ -23,7 +23,7 @@ from allstep.trainer.flow import with_defaults
 from allstep.trainer.losses import LossFacts
 from allstep.trainer.metric_states import MetricState, check_metrics
 from allstep.trainer.models import bare, prepare_model
-from allstep.trainer.precision import autocast, precision_line, set_numerics
+from allstep.trainer.precision import autocast, precision_line, precision_of, set_numerics
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
 from allstep.trainer.stopping import restarts
@@ -77,7 +77,9 @@ class TrainerBase:
         self.device = torch.device(self.world.device)
         self._memory = MemoryStages(not self.args.skip_memory_metrics, self.device)
         self._memory.begin("init")
-        self.accelerator = Accelerator(self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device))
+        self.accelerator = Accelerator(
+            self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device), precision_of(self.args)
+        )
         """This process among the others, under the names of Hugging Face's accelerate."""
         seed_generators(self.args.seed)
         set_numerics(self.args, os.environ)

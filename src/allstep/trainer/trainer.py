@@ -120,6 +120,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
     ) -> "TrainOutput":
         run, saver = self._make_run(checkpoints, resume_from_checkpoint)
         self.last_run, self._saver = run, saver
+        self.accelerator.scaler, self.accelerator.has_skipped = run.scaler, lambda: run.skipped_in_a_row > 0
         first_step, first_token = self.state.global_step, self.state.num_input_tokens_seen
         try:
             self.sinks.open(run.plan.max_steps, first_step)

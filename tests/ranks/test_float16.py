@@ -15,8 +15,8 @@ from allstep.errors import ArgumentsError, NonFiniteGradientsError
 from allstep.testing import faults
 from allstep.testing.models import Regression, RegressionNet, Tagger, Tokens, pad
 from allstep.testing.ranks import one_thread
-from allstep.trainer.optimizers import split_by_decay
-from allstep.trainer.scaling import AgreedGradScaler
+from allstep.trainer.optimization.optimizers import split_by_decay
+from allstep.trainer.optimization.scaling import AgreedGradScaler
 
 BACKENDS = ("gloo", "shm")
 

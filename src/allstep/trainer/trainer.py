@@ -18,20 +18,20 @@ from allstep.trainer.assembly import (
     order_line,
     sums_in_order,
 )
-from allstep.trainer.base import made
 from allstep.trainer.decisions import heed_late_signals
-from allstep.trainer.evaluating import EvaluatingTrainer
-from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.meter import make_meter
-from allstep.trainer.models import in_training, wrap
-from allstep.trainer.optimizing import OptimizingTrainer
-from allstep.trainer.precision import precision_of
+from allstep.trainer.models.precision import precision_of
+from allstep.trainer.models.prepare import in_training, wrap
+from allstep.trainer.optimization.scaling import make_scaler
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
-from allstep.trainer.scaling import make_scaler
 from allstep.trainer.state import TrainerState
 from allstep.trainer.stopping import StopRequest, restarts, stop
+from allstep.trainer.surface.base import made
+from allstep.trainer.surface.evaluating import EvaluatingTrainer
+from allstep.trainer.surface.keeping import KeepingTrainer
+from allstep.trainer.surface.optimizing import OptimizingTrainer
 from allstep.trainer.throughput import run_metrics
 from allstep.trainer.verification import StopAfter
 

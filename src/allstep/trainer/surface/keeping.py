@@ -16,8 +16,8 @@ from allstep.checkpoint.weights import write_pretrained, write_weights, writes_i
 from allstep.report.model_card import model_card
 from allstep.report.results import metrics_format, metrics_table, save_metrics
 from allstep.trainer import loop
-from allstep.trainer.base import TrainerBase
 from allstep.trainer.saving import Saver
+from allstep.trainer.surface.base import TrainerBase
 
 __all__ = ["KeepingTrainer"]
 

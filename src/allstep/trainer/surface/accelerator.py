@@ -16,7 +16,7 @@ from allstep.checkpoint.names import unwrapped
 from allstep.comm.communicator import Communicator
 from allstep.comm.process_group import World
 from allstep.data.dataloaders import RankDataLoader
-from allstep.trainer.models import bare
+from allstep.trainer.models.prepare import bare
 
 __all__ = ["Accelerator"]
 

@@ -60,7 +60,7 @@ def notebook_launcher(
         function: what each rank calls.
         args: its arguments.
         num_processes: ranks; None for one per visible GPU, or one.
-        mixed_precision: "no", "fp16" or "bf16", for functions that use accelerate. allstep's own arguments say it themselves.
+        mixed_precision: "no", "fp16" or "bf16", where the arguments of the function's Trainer, or Accelerator, say none.
         use_port: where ranks meet; 0 for a free port.
         num_nodes: accepted for compatibility; must be 1.
         start_method: "fork" or "spawn"; None to choose as above.

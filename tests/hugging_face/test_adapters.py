@@ -26,7 +26,9 @@ def gpt2():
 def bert():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=40, max_position_embeddings=32, **sizes))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=40, max_position_embeddings=32, **sizes)
+    )
 
 
 def lora(model=None, adapter_name="default", **more):
@@ -78,7 +80,9 @@ ALONE = {
     "on embeddings": (lambda: lora(target_modules=["wte", "c_attn"]), {FILE}),
     "with tokens": (lambda: lora(trainable_token_indices=[1, 2]), {FILE}),
     "IA3": (
-        lambda: peft.get_peft_model(bert(), peft.IA3Config(target_modules=["key"], feedforward_modules=[], task_type="SEQ_CLS")),
+        lambda: peft.get_peft_model(
+            bert(), peft.IA3Config(target_modules=["key"], feedforward_modules=[], task_type="SEQ_CLS")
+        ),
         {FILE},
     ),
     "VeRA": (lambda: peft.get_peft_model(bert(), peft.VeraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")), {FILE}),
@@ -159,7 +163,9 @@ def test_what_does_not_fit_is_said(one_rank, tmp_path):
 
 def rows():
     generator = torch.Generator().manual_seed(2)
-    return [{"input_ids": ids, "labels": ids, "text": "left out"} for ids in torch.randint(2, 40, (ROWS, 6), generator=generator)]
+    return [
+        {"input_ids": ids, "labels": ids, "text": "left out"} for ids in torch.randint(2, 40, (ROWS, 6), generator=generator)
+    ]
 
 
 def train(rank, size, folder, make, settings, resume=None, whose="ours"):

@@ -1,4 +1,4 @@
-"""Data as Hugging Face's libraries give it: every kind trains to the same losses, stacked or padded as transformers would do."""
+"""Data as Hugging Face's libraries give it: every kind trains to the same losses, stacked or padded as there."""
 
 import random
 import types
@@ -120,7 +120,9 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def transformed(table):
-    table.set_transform(lambda batch: {**{name: batch[name] for name in ("input_ids", "attention_mask")}, "labels": batch["label"]})
+    table.set_transform(
+        lambda batch: {**{name: batch[name] for name in ("input_ids", "attention_mask")}, "labels": batch["label"]}
+    )
     return table
 
 
@@ -208,7 +210,9 @@ def grouped(rank, size, folder):
     found = {}
     for kind, (data, settings) in cases.items():
         seen = []
-        train(folder, data, tokenizer(), seen, **{"train_sampling_strategy": "group_by_length", "num_train_epochs": 1, **settings})
+        train(
+            folder, data, tokenizer(), seen, **{"train_sampling_strategy": "group_by_length", "num_train_epochs": 1, **settings}
+        )
         found[kind] = sum(int((batch["attention_mask"] == 0).sum()) for batch in seen)
     return found
 

@@ -28,7 +28,15 @@ WAYS = {
     "launched": [sys.executable, "-m", "allstep", "launch", "--num_processes", "2"],
     "alone": [sys.executable],
 }
-BAD_WORDS = ("terminate called", "Fatal Python error", "Segmentation fault", "core dumped", "Exception ignored", "Aborted", "leaked")
+BAD_WORDS = (
+    "terminate called",
+    "Fatal Python error",
+    "Segmentation fault",
+    "core dumped",
+    "Exception ignored",
+    "Aborted",
+    "leaked",
+)
 
 
 @pytest.mark.long

@@ -20,7 +20,9 @@ PICTURES = {**SMALL, "image_size": 8, "patch_size": 4}
 
 def gpt2():
     ids = {"bos_token_id": 1, "eos_token_id": 1}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2, **ids))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2, **ids)
+    )
 
 
 def t5():
@@ -70,7 +72,10 @@ def all_ways(rank, size, makes, folder):
     """For each model, what does not come back by our reading and by `from_pretrained`, and whose names are in the files."""
     found = {}
     for make in makes:
-        source, ours, theirs, sharded = made(make, 0), *(Path(folder, make.__name__, name) for name in ("ours", "theirs", "parts"))
+        source, ours, theirs, sharded = (
+            made(make, 0),
+            *(Path(folder, make.__name__, name) for name in ("ours", "theirs", "parts")),
+        )
         for path in (ours, theirs, sharded):
             path.mkdir(parents=True)
         write_weights(source, ours)

@@ -67,7 +67,7 @@ EPOCH = 6
     [
         ("on_step_end", "should_training_stop", (4, [("evaluate", 4)])),
         ("on_step_begin", "should_training_stop", (5, [("evaluate", 5)])),
-        ("on_step_end", "should_epoch_stop", (12, [("evaluate", 4), ("evaluate", 4 + EPOCH), ("evaluate", 12)])),
+        ("on_step_end", "should_epoch_stop", (4 + EPOCH, [("evaluate", 4), ("evaluate", 4 + EPOCH)])),
         ("on_step_end", "should_save", (12, [("save", 4), ("evaluate", 6), ("evaluate", 12)])),
         ("on_step_end", "should_evaluate", (12, [("evaluate", 4), ("evaluate", 6), ("evaluate", 12)])),
         ("on_step_end", "should_log", (12, [("log", 4), ("evaluate", 6), ("evaluate", 12)])),

@@ -15,7 +15,8 @@ from allstep.errors import ArgumentsError, NonFiniteGradientsError
 from allstep.testing import faults
 from allstep.testing.models import Regression, RegressionNet, Tagger, Tokens, pad
 from allstep.testing.ranks import one_thread
-from allstep.trainer.scaling import AgreedGradScaler
+from allstep.trainer.optimization.optimizers import split_by_decay
+from allstep.trainer.optimization.scaling import AgreedGradScaler
 
 BACKENDS = ("gloo", "shm")
 
@@ -93,6 +94,62 @@ def test_weights_are_near_those_of_float32(ranks, tmp_path):
     for ours, expected in zip(ranks.run(low, tmp_path)[1], ranks.run(full, tmp_path)[0], strict=True):
         assert not torch.equal(ours, expected)
         torch.testing.assert_close(ours, expected, rtol=1e-2, atol=2e-3)
+
+
+class Recording(Trainer):
+    """Keeps its micro-batches."""
+
+    def compute_loss(self, model, inputs, **others):
+        self.batches = [*getattr(self, "batches", []), inputs]
+        return super().compute_loss(model, inputs, **others)
+
+
+def by_hand(batches, net):
+    """Torch's own loop, with the scale of a mean loss."""
+    parameters = [*split_by_decay(net)[0].values(), *split_by_decay(net)[1].values()]  # the order of a norm's sum
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 6)
+    scaler, skipped = torch.amp.GradScaler("cpu"), 0
+    for batch in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = net(**batch)["loss"]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            skipped += 1
+        else:
+            scheduler.step()
+    return skipped, scaler.get_scale()
+
+
+class Steep(RegressionNet):
+    """Small gradients, and a large one at the top, which overflows at torch's first scale."""
+
+    def forward(self, x, labels=None):
+        outputs = super().forward(x, labels)
+        return {"loss": nn.functional.linear(outputs["loss"][None], torch.ones(1, 1)).sum() * 3.0}
+
+
+@pytest.mark.parametrize("net", [RegressionNet, Steep])
+def test_a_run_is_torchs_own_loop_to_the_bit(tmp_path, net):
+    """The scale of a sum over 8 samples is an eighth of that of the mean, and powers of two round nothing."""
+    args = TrainingArguments(
+        str(tmp_path), max_steps=6, learning_rate=1e-2, fp16=True, use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    with one_thread():
+        trainer = Recording(net(), args, train_dataset=Regression(64))
+        trainer.train()
+        twin = net()
+        skipped, scale = by_hand(trainer.batches, twin)
+    assert trainer.state.skipped_steps == skipped == (2 if net is Steep else 0)
+    assert trainer.last_run.scaler.factor * 8 == scale
+    for own, expected in zip(trainer.model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(own, expected)
 
 
 def test_steps_that_overflow_are_left_out_and_move_neither_weights_nor_schedule(ranks, tmp_path):
@@ -195,6 +252,54 @@ def test_the_first_step_tells_how_many_tokens_there_are(ranks, tmp_path):
     for scale, skipped in ranks.run(tagged, tmp_path):
         assert scale in (2.0**15, 2.0**16, 2.0**17)
         assert skipped <= 1
+
+
+class Unscaled(Trainer):
+    """Goes backward by itself."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class Scaled(Trainer):
+    """Goes backward as it should."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def own_step(rank, size, folder, kind):
+    trainer = make(folder, size)
+    trainer = kind(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
+    trainer.train()
+    return told(trainer)[0]
+
+
+def test_a_training_step_of_the_users_own_scales_its_loss_or_is_refused(ranks, tmp_path):
+    assert ranks.run(own_step, tmp_path / "scaled", Scaled) == ranks.run(own_step, tmp_path / "own", Trainer)
+    for outcome in ranks.outcomes(own_step, tmp_path / "unscaled", Unscaled):
+        assert outcome.error == "RuntimeError"
+        assert "expected self.accelerator.backward(loss)" in outcome.message
+
+
+def told_apart(rank, size, folder):
+    trainer = make(folder, size)
+    trainer.args.fp16 = False
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        trainer.train()
+
+
+def test_ranks_that_were_told_other_precisions_are_an_error_on_all(ranks, tmp_path):
+    for outcome in ranks.outcomes(told_apart, tmp_path):
+        assert outcome.error == "ArgumentsError"
+        assert "precision is 'no' on rank 0 and 'fp16' on rank 1" in outcome.message
 
 
 def refused(rank, size, folder):

@@ -9,6 +9,7 @@ from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
 from allstep.errors import CheckpointError, ReplicaError
 from allstep.testing.models import Noisy, RegressionNet
+from allstep.trainer.throughput import MEASURED
 from allstep.trainer.verification import StopAfter
 
 BACKENDS = ("gloo", "shm")
@@ -56,7 +57,8 @@ def train(rank, size, folder, workers, stop=None, resume=None):
         "weights": digest(trainer.model.named_parameters()),
         "optimizer": digest((name, torch.as_tensor(value)) for name, value in optimizer),
         "logs": [
-            {k: v for k, v in entry.items() if "second" not in k and "runtime" not in k} for entry in trainer.state.log_history
+            {k: v for k, v in entry.items() if k not in MEASURED and "second" not in k and "runtime" not in k}
+            for entry in trainer.state.log_history
         ],
         "order": order.seen,
         "train_loss": output.training_loss,

@@ -13,6 +13,8 @@ from allstep.errors import ArgumentsError, CheckpointError
 from allstep.report.ledger import read_ledger, samples_by_epoch
 from allstep.testing.models import Noisy, RegressionNet, Seen
 from allstep.testing.ranks import one_thread
+from allstep.trainer.state import TrainerState
+from allstep.trainer.throughput import MEASURED
 from allstep.trainer.verification import StopAfter
 
 BACKENDS = ("gloo", "shm")
@@ -46,7 +48,7 @@ def train(rank, size, folder, stop=None, resume=None, arguments=()):
     return {
         "weights": digest(trainer.model.named_parameters()),
         "optimizer": digest((name, torch.as_tensor(value)) for name, value in optimizer),
-        "logs": [{k: v for k, v in each.items() if "second" not in k} for each in trainer.state.log_history if "loss" in each],
+        "logs": [{k: v for k, v in each.items() if k not in MEASURED} for each in trainer.state.log_history if "loss" in each],
         "indices": data.indices,
         "epoch": trainer.state.epoch,
         "batch": trainer.last_run.grid.global_batch_size,
@@ -103,4 +105,4 @@ def test_another_global_batch_goes_on_at_the_same_sample_or_is_refused(tmp_path)
 def test_a_checkpoint_holds_the_global_batch(ranks, tmp_path):
     ranks.run(train, tmp_path, 1, None, {"gradient_accumulation_steps": 2})
     assert json.loads((tmp_path / "checkpoint-1" / "manifest.json").read_text())["global_batch_size"] == 8
-    assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["global_batch_size"] == 8
+    assert TrainerState.load_from_json(tmp_path / "checkpoint-1" / "trainer_state.json").global_batch_size == 8

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.comm.agreement import digest
 from allstep.testing.ranks import one_thread
+from allstep.trainer.throughput import MEASURED
 
 BACKENDS = ("gloo", "shm")
 
@@ -90,7 +91,7 @@ def train(rank, size, folder, arguments, samples=43):
     args = TrainingArguments(str(folder), **{**settings, **arguments})
     trainer = Trainer(GPT(), args, train_dataset=Lines(samples), callbacks=[gradients])
     trainer.train()
-    logs = [{key: value for key, value in entry.items() if "runtime" not in key} for entry in trainer.state.log_history]
+    logs = [{key: value for key, value in entry.items() if key not in MEASURED} for entry in trainer.state.log_history]
     return {
         "weights": [p.detach().clone() for p in trainer.model.parameters()],
         "logs": [entry for entry in logs if "loss" in entry],

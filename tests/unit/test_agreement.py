@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from allstep.comm.agreement import check_same_replicas, digest, fail_together, failing_together
 from allstep.comm.communicator import SoloCommunicator
@@ -112,3 +113,11 @@ def test_whatever_differs_changes_the_digest(other):
 )
 def test_tensors_of_every_kind_have_a_digest(tensor):
     assert len(digest([("x", tensor)])) == 64
+
+
+def test_a_tensor_that_is_made_of_others_has_the_digest_of_these():
+    def made(*values):
+        return [("x", TwoTensor(*(torch.tensor([value, 2.0]) for value in values)))]
+
+    assert digest(made(1.0, 3.0)) == digest(made(1.0, 3.0))
+    assert len({digest(made(1.0, 3.0)), digest(made(3.0, 1.0)), digest(made(1.0, 4.0))}) == 3

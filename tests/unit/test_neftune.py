@@ -9,8 +9,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from allstep import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.models import in_training
-from allstep.trainer.neftune import noisy_embeddings
+from allstep.trainer.models.neftune import noisy_embeddings
+from allstep.trainer.models.prepare import in_training
 
 
 class Net(nn.Module):
@@ -59,14 +59,19 @@ def test_noise_is_that_of_transformers_and_in_training_only():
         assert torch.equal(net(TOKENS), net.embed.weight[TOKENS])
 
 
+def failing(net, args):
+    with in_training(net, args):
+        assert net.config.use_cache is False
+        assert net.embed._forward_hooks
+        raise KeyError
+
+
 def test_nothing_is_left_behind_an_error_either():
     net = Net()
     net.config = SimpleNamespace(use_cache=True)
     args = TrainingArguments(neftune_noise_alpha=5.0)
-    with pytest.raises(KeyError), in_training(net, args):
-        assert net.config.use_cache is False
-        assert net.embed._forward_hooks
-        raise KeyError
+    with pytest.raises(KeyError):
+        failing(net, args)
     assert net.config.use_cache is True
     assert not net.embed._forward_hooks
     args.use_cache = True

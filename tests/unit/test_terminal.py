@@ -181,3 +181,29 @@ def test_a_bar_leaves_no_thread_and_may_be_opened_again() -> None:
         assert set(threading.enumerate()) == before
         sink.close()
     sink.close()
+
+
+def test_a_line_has_what_is_worth_reading_and_in_short() -> None:
+    stream = io.StringIO()
+    sink = LineSink(stream)
+    sink.open(100, 0)
+    sink.step(record(10, seconds=10.0, samples=160))
+    logs = {
+        "loss": 3.5,
+        "grad_norm": 1.5,
+        "learning_rate": 5e-5,
+        "epoch": 0.1,
+        "samples_per_second": 24.3,
+        "tokens_per_second": 12345.6,
+        "data_share": 0.0999,
+        "communication_share": 0.124,
+        "model_flops_utilization": 0.413,
+        "device_memory_peak_gb": 12.345,
+        "host_memory_peak_gb": 2.5,
+        "num_input_tokens_seen": 5,
+    }
+    sink.log(logs, 10, 0.1)
+    assert stream.getvalue() == (
+        "step  10/100  epoch 0.10  loss 3.500  grad norm 1.500  lr 5e-05  24.3 samples/s  12,346 tokens/s  "
+        "rank wait 12%  41% of peak  peak 12.3 GB  0:01:30 left\n"
+    )

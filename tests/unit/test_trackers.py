@@ -141,9 +141,10 @@ def test_a_run_is_begun_once_and_told_what_it_is(fake: Fake, tmp_path: Path) -> 
             "test/f1": 0.5,
             "train/evaluated": 1,
             "train/train_rate": 2.0,
+            "train/epoch": 0.7,
             "train/global_step": 7,
         },
-        {"eval/loss": 2.0, "train/global_step": 10},
+        {"eval/loss": 2.0, "train/epoch": 1.0, "train/global_step": 10},
     ]
 
 
@@ -178,7 +179,7 @@ def test_numbers_of_the_whole_run_and_a_run_of_the_users_own(
     fake.run = fake.init(project="begun by the script")
     sink = tracker("wandb", tmp_path)
     sink.open(10, 0)
-    sink.log({"train_runtime": 3.0, "train_loss": 1.0, "epoch": 1.0}, 10, 1.0)
+    sink.log({"train_runtime": 3.0, "train_loss": 1.0}, 10, 1.0)
     assert fake.runs == [fake.run]
     assert fake.run.summary == {"train_runtime": 3.0, "train_loss": 1.0}
     assert fake.run.logged == [{"train/epoch": 1.0, "train/global_step": 10}]

@@ -6,13 +6,16 @@ import os
 import struct
 import sys
 import termios
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from allstep import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from allstep.report.record import StepRecord
 from allstep.report.terminal import LineSink, ProgressSink
 from allstep.report.watch import WatchSink
+from allstep.testing.models import Regression, RegressionNet
 
 BAR, LINES = "ProgressCallback", "PrinterCallback"
 
@@ -99,3 +102,26 @@ def test_a_pseudo_terminal_of_no_width_gets_lines(monkeypatch: pytest.MonkeyPatc
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         assert type(WatchSink({BAR}.__contains__).sink) is ProgressSink
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("disable_tqdm", "change", "lines"),
+    [
+        (None, lambda trainer: None, 2),
+        (True, lambda trainer: None, 2),
+        (None, lambda trainer: trainer.remove_callback(ProgressCallback), 0),
+        (True, lambda trainer: trainer.pop_callback(PrinterCallback), 0),
+        (True, lambda trainer: trainer.remove_callback(ProgressCallback), 2),
+        (None, lambda trainer: (trainer.remove_callback(ProgressCallback), trainer.add_callback(PrinterCallback)), 2),
+    ],
+)
+def test_callbacks_of_a_trainer_switch_what_it_shows(
+    disable_tqdm: bool | None, change: Any, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", disable_tqdm=disable_tqdm)
+    trainer = Trainer(RegressionNet(), args, train_dataset=Regression(32))
+    change(trainer)
+    trainer.train()
+    shown = capsys.readouterr().out
+    assert len([line for line in shown.splitlines() if "  loss " in line]) == lines
+    assert "2 steps" in shown, "what a run amounted to is always said"

@@ -31,7 +31,9 @@ def has_adapters(model: nn.Module) -> bool:
 def adapter_files(folder: Path) -> dict[str, str]:
     """The files of adapters in `folder`, by adapter."""
     found = {} if not (folder / ADAPTERS_FILE).exists() else {"default": ADAPTERS_FILE}
-    return found | {path.parent.name: f"{path.parent.name}/{ADAPTERS_FILE}" for path in sorted(folder.glob(f"*/{ADAPTERS_FILE}"))}
+    return found | {
+        path.parent.name: f"{path.parent.name}/{ADAPTERS_FILE}" for path in sorted(folder.glob(f"*/{ADAPTERS_FILE}"))
+    }
 
 
 def changes_only(model: nn.Module, state: Mapping[str, Any], written: Collection[tuple[str, str]]) -> bool:

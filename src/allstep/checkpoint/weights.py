@@ -112,7 +112,11 @@ def read_weights(folder: Path) -> dict[str, Any]:
     """
     if adapters := _only_adapters(folder):
         return AdapterWeights(
-            {(adapter, name): value for adapter, file in adapters.items() for name, value in _read_tensors(folder / file).items()}
+            {
+                (adapter, name): value
+                for adapter, file in adapters.items()
+                for name, value in _read_tensors(folder / file).items()
+            }
         )
     values: dict[str, Any] = {}
     for name in _weight_files(folder):

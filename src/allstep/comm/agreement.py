@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,12 +27,21 @@ __all__ = [
 def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """SHA-256, in hexadecimal, of names, shapes, dtypes and bytes of tensors; equal digests mean equal bits."""
     sha = hashlib.sha256()
-    for name, tensor in named_tensors:
+    for name, tensor in itertools.chain.from_iterable(itertools.starmap(_parts, named_tensors)):
         flat = tensor.detach().cpu().contiguous()
         sha.update(f"{name}:{tuple(flat.shape)}:{flat.dtype};".encode())
         if flat.numel():
             sha.update(flat.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a tensor is made of: itself, or what a subclass holds, like 8-bit states (test_agreement.py)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _parts(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor
 
 
 def all_ranks_agree(flag: bool, process_group: dist.ProcessGroup | Communicator | None = None) -> bool:

@@ -51,7 +51,7 @@ _REFUSED = {
     "env": "set variables before the command, `NAME=VALUE allstep launch ...`",
     "dynamo": _COMPILE,
     "fp8": "fp8 is not there yet; write bf16=True in the arguments of the script",
-    "fp16": "write bf16=True in the arguments of the script",
+    "fp16": "write fp16=True in the arguments of the script, or --mixed_precision fp16",
     "aws": _CLOUD,
     "amazon_sagemaker": _CLOUD,
     "sagemaker": _CLOUD,

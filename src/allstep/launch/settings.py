@@ -105,8 +105,8 @@ SETTINGS = (
     Setting(
         name="mixed_precision",
         metavar="KIND",
-        help="no, fp16 or bf16, for scripts that use accelerate (ACCELERATE_MIXED_PRECISION). With allstep's Trainer the "
-        "arguments of the script decide: bf16=True.",
+        help="no, fp16 or bf16, for scripts that say none themselves: allstep's Trainer and accelerate read it "
+        "(ACCELERATE_MIXED_PRECISION).",
         variables=("ACCELERATE_MIXED_PRECISION",),
         choices=("no", "fp16", "bf16"),
     ),

@@ -1,8 +1,7 @@
 """How much memory a stage of a run takes: what it leaves behind, and what it needed for a while."""
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def host_memory() -> int:
 
 
 def host_memory_peak() -> int:
-    """The most bytes of host memory that this process has held, since it began or since the last `MemoryStages` stage."""
+    """The most bytes of host memory that this process has held, since it began or since a stage of `MemoryStages` has begun."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -40,52 +39,45 @@ class MemoryStages:
     """
 
     def __init__(self, is_on: bool, device: torch.device) -> None:
-        self._is_on, self._on_device = is_on, device.type == "cuda"
-        self._device = device
+        self._is_on, self._device, self._on_device = is_on, device, device.type == "cuda"
         self._init: dict[str, int] = {}  # of the first stage, until another one tells it
-        self._is_inside = False
+        self._open: str | None = None
+        self._before: dict[str, int] = {}
 
-    @contextmanager
-    def stage(self, name: str, metrics: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Measure what is inside; what was measured is in the dictionary given, behind it: `metrics`, or else a new one.
-
-        "init" is told by the stage after it. The dictionary stays empty inside of another stage.
-        """
-        found: dict[str, Any] = {} if metrics is None else metrics
-        if not self._is_on or self._is_inside:
-            yield found
+    def begin(self, stage: str) -> None:
+        """A stage begins; nothing where another one is going on."""
+        if not self._is_on or self._open not in (None, stage):
             return
-        self._is_inside = True
-        try:
-            before = self._begin()
-            yield found
-            measured = self._end(name, before)
-        finally:
-            self._is_inside = False
-        if name == "init":
-            measured |= {f"before_init_mem_{kind}": value for kind, value in before.items()}
-            self._init = measured
-        else:
-            found |= self._init | measured
-            self._init = {}
-
-    def _begin(self) -> dict[str, int]:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         if self._on_device:
             torch.cuda.reset_peak_memory_stats(self._device)
-        return self._now()
+        self._open, self._before = stage, self._now()
+
+    def end(self, stage: str, metrics: dict[str, Any] | None = None) -> None:
+        """A stage is over: put its bytes into `metrics`; nothing where it is not the one that goes on.
+
+        What "init" took is told by the stage after it.
+        """
+        if self._open != stage:
+            return
+        self._open, measured = None, self._measured(stage)
+        if stage == "init":
+            self._init = measured | {f"before_init_mem_{kind}": value for kind, value in self._before.items()}
+        elif metrics is not None:
+            metrics |= self._init | measured
+            self._init = {}
 
     def _now(self) -> dict[str, int]:
         held = {"cpu": host_memory()}
         return held | {"gpu": torch.cuda.memory_allocated(self._device)} if self._on_device else held
 
-    def _end(self, name: str, before: dict[str, int]) -> dict[str, int]:
+    def _measured(self, stage: str) -> dict[str, int]:
         peaks, now = {"cpu": host_memory_peak()}, self._now()
         if self._on_device:
             peaks["gpu"] = torch.cuda.max_memory_allocated(self._device)
         measured = {}
         for kind, value in now.items():
-            measured[f"{name}_mem_{kind}_alloc_delta"] = value - before[kind]
-            measured[f"{name}_mem_{kind}_peaked_delta"] = max(0, peaks[kind] - value)
+            measured[f"{stage}_mem_{kind}_alloc_delta"] = value - self._before[kind]
+            measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peaks[kind] - value)
         return measured

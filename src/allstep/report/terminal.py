@@ -13,9 +13,9 @@ __all__ = ["LineSink", "ProgressSink"]
 
 _SHORT = {"learning_rate": "lr", "grad_norm": "grad norm"}
 """Names that are shown shorter than they are kept."""
-_WAITS = {"data_share": "waiting for data", "communication_share": "waiting for ranks"}
-"""Shares of time that are shown where they are worth it."""
-_WORTH_SHOWING = 0.05
+_WAITS = {"data_share": "data wait", "communication_share": "rank wait"}
+"""Shares of time, which are shown from `_WORTH_SHOWING` on."""
+_WORTH_SHOWING = 0.1
 _ONLY_KEPT = ("step", "epoch", "total_flos", "host_memory_peak_gb", "num_input_tokens_seen")
 """Names that a line leaves to the files, or has elsewhere."""
 
@@ -133,9 +133,9 @@ def _worded(name: str, value: Any) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return f"{name} {value}"
     if name in _WAITS:
-        return f"{value:.0%} {_WAITS[name]}" if value >= _WORTH_SHOWING else ""
+        return f"{_WAITS[name]} {value:.0%}" if value >= _WORTH_SHOWING else ""
     if name == "model_flops_utilization":
-        return f"{value:.0%} of peak FLOP/s"
+        return f"{value:.0%} of peak"
     if name == "device_memory_peak_gb":
         return f"peak {value:.1f} GB"
     if name.endswith("tokens_per_second"):

@@ -73,7 +73,7 @@ class TrackerSink(Sink):
 
     def log(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
         self._begin_once()
-        self._log(values, step)
+        self._log({**values, "epoch": epoch}, step)
 
     def message(self, text: str) -> None:
         """Nothing: it shows numbers."""
@@ -193,6 +193,11 @@ class MlflowSink(TrackerSink):
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         numbers = {_allowed(name): value for name, value in values.items() if isinstance(value, int | float)}
         self._client.log_metrics(numbers, step=step, run_id=self._id, synchronous=False)
+
+    def close(self) -> None:
+        super().close()
+        if self._client is not None:
+            self._client.flush_async_logging()  # what is under way when the process ends is lost
 
 
 class TrackioSink(TrackerSink):

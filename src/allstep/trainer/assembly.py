@@ -24,7 +24,7 @@ from allstep.data.streams import StreamGrid, choose_split, length_of, shards_of,
 from allstep.ddp.sync import send_buffers
 from allstep.errors import ArgumentsError
 from allstep.report.record import RunReport
-from allstep.trainer.precision import precision_of
+from allstep.trainer.models.precision import precision_of
 from allstep.trainer.run import Run
 
 __all__ = ["default_collator", "make_feeds", "make_grid", "make_report", "order_line", "sums_in_order"]

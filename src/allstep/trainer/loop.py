@@ -9,12 +9,13 @@ import itertools
 
 from allstep.comm.watchdog import HERE
 from allstep.data.position import DataPosition
+from allstep.data.streams import StreamGrid
 from allstep.trainer.decisions import EVALUATION_EVENTS, STEP_EVENTS, agree, find_deciders, heed_signals
 from allstep.trainer.drift import check_drift, is_due
 from allstep.trainer.ledger import note_step
 from allstep.trainer.meter import StepResult
-from allstep.trainer.metric_schedulers import advance_by_metric
-from allstep.trainer.optimizers import resting, set_training
+from allstep.trainer.optimization.metric_schedulers import advance_by_metric
+from allstep.trainer.optimization.optimizers import resting, set_training
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.step import take_step
@@ -52,7 +53,7 @@ def _goes_on(run: Run) -> bool:
     """Whether there are steps and epochs left; an epoch that a callback ended early counts as one."""
     return (
         run.callbacks.state.global_step < run.plan.max_steps
-        and run.position.epoch < run.plan.epochs
+        and (run.position.epoch < run.plan.epochs or isinstance(run.grid, StreamGrid))  # which may have been longer than it is
         and not run.callbacks.control.should_training_stop
     )
 
@@ -143,7 +144,7 @@ def _log(run: Run, result: StepResult) -> None:
     run.meter.settle(state)
     if not run.meter.has_news:
         return  # logged already at this step
-    logs = {"loss": state.interval.mean}
+    logs = {"loss": state.interval.mean} if state.interval.weight else {}  # else no label counted
     if result.grad_norm is not None:
         logs["grad_norm"] = float(result.grad_norm)
     logs |= {"learning_rate": result.learning_rate, "epoch": state.epoch}

@@ -13,9 +13,23 @@ from torch import nn
 from allstep.comm.communicator import Communicator
 from allstep.comm.watchdog import HERE
 from allstep.report.peaks import peak_flops
+from allstep.report.record import RunReport
 from allstep.trainer.state import TrainerState
 
-__all__ = ["Speedometer", "Work", "device_peak", "model_flops"]
+__all__ = ["MEASURED", "Speedometer", "Work", "device_peak", "main_input_of", "model_flops", "run_metrics"]
+
+MEASURED = frozenset(
+    {
+        "samples_per_second",
+        "tokens_per_second",
+        "data_share",
+        "communication_share",
+        "model_flops_utilization",
+        "device_memory_peak_gb",
+        "host_memory_peak_gb",
+    }
+)
+"""Names in a log that differ from run to run; see `Speedometer.logs`."""
 
 _TINY = 1e-9
 """Seconds that stand for none."""
@@ -71,17 +85,18 @@ class Work:
     operations: float = 0.0
     """Floating-point operations."""
 
+    def __post_init__(self) -> None:
+        self._main = main_input_of(self.model)
+
     def add(self, inputs: Any) -> None:
         """Count a micro-batch in."""
-        if not isinstance(inputs, Mapping):
-            return
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if self.flops is not None:
+            self.operations += float(self.flops(inputs))
+        main = inputs.get(self._main) if isinstance(inputs, Mapping) else None
         if not isinstance(main, torch.Tensor):
             return
         if not main.is_floating_point():
             self.tokens += main.numel()
-        if self.flops is not None:
-            self.operations += float(self.flops(inputs))
         if self.counts == "non_padding":
             self.counted_tokens += self._without_padding(inputs, main)
         elif self.counts == "all":
@@ -167,6 +182,11 @@ class Speedometer:
         return logs
 
 
+def main_input_of(model: nn.Module) -> str:
+    """Name of the input that holds a model's tokens, or whatever it has in their place."""
+    return str(getattr(model, "main_input_name", "input_ids"))
+
+
 def model_flops(model: nn.Module) -> Callable[[Any], float]:
     """Inputs -> floating-point operations of forward and backward, as Hugging Face estimates them.
 
@@ -176,8 +196,13 @@ def model_flops(model: nn.Module) -> Callable[[Any], float]:
     own: Any = getattr(model, "floating_point_ops", None)
     if callable(own):
         return lambda inputs: float(own(inputs))
-    weights, name = _weights(model), getattr(model, "main_input_name", "input_ids")
-    return lambda inputs: 6.0 * weights * inputs[name].numel() if name in inputs else 0.0
+    weights, name = _weights(model), main_input_of(model)
+
+    def estimate(inputs: Any) -> float:
+        main = inputs.get(name) if isinstance(inputs, Mapping) else None
+        return 6.0 * weights * main.numel() if isinstance(main, torch.Tensor) else 0.0
+
+    return estimate
 
 
 def _weights(model: nn.Module) -> int:
@@ -194,3 +219,15 @@ def device_peak(device: torch.device, *, bf16: bool, fp16: bool) -> float | None
         return None
     fp32 = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return peak_flops(torch.cuda.get_device_name(device), "bf16" if bf16 else "fp16" if fp16 else fp32)
+
+
+def run_metrics(report: RunReport, state: TrainerState, tokens: int | None) -> dict[str, float]:
+    """The numbers that a run has once, at its end, under Hugging Face's names; `tokens`: run since it began, where counted."""
+    metrics = {
+        "train_runtime": round(report.seconds, 4),
+        "train_samples_per_second": round(report.samples_per_second, 3),
+        "train_steps_per_second": round((report.steps - report.first_step) / max(report.seconds, _TINY), 3),
+    }
+    if tokens is not None:
+        metrics["train_tokens_per_second"] = round(tokens / max(report.seconds, _TINY), 3)
+    return metrics | {"total_flos": state.total_flos, "train_loss": report.train_loss}

@@ -18,20 +18,21 @@ from allstep.trainer.assembly import (
     order_line,
     sums_in_order,
 )
-from allstep.trainer.base import made
 from allstep.trainer.decisions import heed_late_signals
-from allstep.trainer.evaluating import EvaluatingTrainer
-from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.meter import make_meter
-from allstep.trainer.models import in_training, wrap
-from allstep.trainer.optimizing import OptimizingTrainer
-from allstep.trainer.precision import precision_of
+from allstep.trainer.models.precision import precision_of
+from allstep.trainer.models.prepare import in_training, wrap
+from allstep.trainer.optimization.scaling import make_scaler
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
-from allstep.trainer.scaling import make_scaler
 from allstep.trainer.state import TrainerState
 from allstep.trainer.stopping import StopRequest, restarts, stop
+from allstep.trainer.surface.base import made
+from allstep.trainer.surface.evaluating import EvaluatingTrainer
+from allstep.trainer.surface.keeping import KeepingTrainer
+from allstep.trainer.surface.optimizing import OptimizingTrainer
+from allstep.trainer.throughput import run_metrics
 from allstep.trainer.verification import StopAfter
 
 __all__ = ["TrainOutput", "Trainer"]
@@ -92,6 +93,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         began = time.perf_counter()
         if trial is not None:
             raise TypeError("train(trial=...) is for a search of hyper-parameters, which is not supported; leave it out.")
+        self._memory.begin("train")
         resume_from_checkpoint = resume_from_checkpoint or model_path
         self._ignored_in_evaluations = ignore_keys_for_eval
         if self._verification is not None:
@@ -108,6 +110,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             output = self._train(checkpoints, resume_from_checkpoint, began)
         finally:
             checkpoints.close()
+            self._memory.end("train")
         if self._verification is not None:
             raise SystemExit(0)  # what the script does afterwards is not looked at
         return output
@@ -117,7 +120,8 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
     ) -> "TrainOutput":
         run, saver = self._make_run(checkpoints, resume_from_checkpoint)
         self.last_run, self._saver = run, saver
-        first_step = self.state.global_step
+        self.accelerator.scaler, self.accelerator.has_skipped = run.scaler, lambda: run.skipped_in_a_row > 0
+        first_step, first_token = self.state.global_step, self.state.num_input_tokens_seen
         try:
             self.sinks.open(run.plan.max_steps, first_step)
             self.is_in_train = True
@@ -129,7 +133,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
                     stop(run, saver, request, self.sinks.message)
             if self.args.load_best_model_at_end:
                 saver.load_best()
-            output = self._finish(run, first_step, time.perf_counter() - began)
+            output = self._finish(run, first_step, first_token, time.perf_counter() - began)
             self.callback_handler.call("on_train_end")
             if (words := saver.last_words()) is not None:
                 self.sinks.message(words)
@@ -206,6 +210,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
                 self.device,
                 self.processing_class,
                 self.sinks.step if self.world.is_main else None,
+                self.floating_point_ops,
             ),
             say=self.sinks.message,
             log=self.log,
@@ -215,6 +220,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = model, run.optimizer, run.scheduler
         handler.train_dataloader = self._train_dataloader
+        handler.args, handler.processing_class = args, self.processing_class  # they may have been set since
         if isinstance(grid, StreamGrid):
             self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
         saver = Saver(run, checkpoints, self.processing_class, self._own_way())
@@ -231,15 +237,12 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         metrics: dict[str, float] | None = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
         return metrics or {}
 
-    def _finish(self, run: Run, first_step: int, seconds: float) -> "TrainOutput":
+    def _finish(self, run: Run, first_step: int, first_token: int, seconds: float) -> "TrainOutput":
         state = self.state
         report = make_report(run, first_step, seconds, str(self._output_dir))
-        metrics = {
-            "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(report.samples_per_second, 3),
-            "train_steps_per_second": round((state.global_step - first_step) / seconds, 3),
-            "train_loss": state.run.mean,
-        }
+        counted = self.args.include_num_input_tokens_seen != "no"
+        metrics = run_metrics(report, state, state.num_input_tokens_seen - first_token if counted else None)
+        self._memory.end("train", metrics)
         self.log(metrics)
         self.sinks.message(str(report))
         if state.skipped_steps:

@@ -12,7 +12,7 @@ from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
-from allstep.trainer.gradients import backward
+from allstep.trainer.optimization.gradients import backward
 from allstep.trainer.run import Run
 
 __all__ = ["reduce_gradients"]
@@ -60,7 +60,7 @@ def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[Micro
         if not reduced:
             total = losses.total()
             run.model.take_part(
-                weight=min(weight, 1.0) if is_raw else weight,
+                weight=float(bool(counted)) if is_raw else weight,
                 carried=torch.zeros((), device=run.device) if total is None else total,
             )
     except (CollectiveError, RankFailedError):
@@ -91,6 +91,11 @@ class _Turn:
         HERE.enter("forward")
         loss = run.training_step(run.model, dict(inputs) if type(inputs) is dict else inputs, self._weight, self.backward)
         if run.has_own_step:
+            if self.is_raw and run.scaler is not None:
+                raise RuntimeError(
+                    "This Trainer's training_step calls loss.backward(), with fp16=True: expected "
+                    "self.accelerator.backward(loss), which scales the loss, so that small gradients are not lost in float16."
+                )
             loss = torch.as_tensor(loss, device=run.device).detach().reshape(())
             self._note(loss, 1.0 if self.is_raw else self._weight)
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from allstep.comm.watchdog import HERE
 from allstep.errors import DataError
-from allstep.trainer import evaluation
-from allstep.trainer.evaluation import EvalLoopOutput, Prediction, PredictionOutput
-from allstep.trainer.loading import LoadingTrainer
-from allstep.trainer.metrics import Metrics
-from allstep.trainer.precision import autocast, evaluation_dtype
-from allstep.trainer.prediction import Predictor, summary
+from allstep.trainer.evaluation import evaluate as evaluation
+from allstep.trainer.evaluation.evaluate import EvalLoopOutput, Prediction, PredictionOutput
+from allstep.trainer.evaluation.metrics import Metrics
+from allstep.trainer.evaluation.prediction import Predictor, summary
+from allstep.trainer.models.precision import autocast, evaluation_dtype
+from allstep.trainer.surface.loading import LoadingTrainer
 
 __all__ = ["EvaluatingTrainer"]
 
@@ -44,6 +44,7 @@ class EvaluatingTrainer(LoadingTrainer):
                 given = name if eval_dataset is None else part
                 metrics |= self.evaluate(given, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return metrics
+        self._memory.begin("eval")
         loader = self.get_eval_dataloader(eval_dataset)
         self.callback_handler.eval_dataloader = loader
         with HERE.within("evaluate"):
@@ -56,12 +57,14 @@ class EvaluatingTrainer(LoadingTrainer):
             )
         self.log(output.metrics)
         self.callback_handler.call("on_evaluate", metrics=output.metrics)
+        self._memory.end("eval", output.metrics)
         return output.metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Collective. What the model says about `test_dataset`, rows in its order, the same on every rank."""
+        self._memory.begin("test")
         loader = self.get_test_dataloader(test_dataset)
         self._keeps_rows = True
         try:
@@ -72,6 +75,7 @@ class EvaluatingTrainer(LoadingTrainer):
         finally:
             self._keeps_rows = False
         self.callback_handler.call("on_predict", metrics=output.metrics)
+        self._memory.end("test", output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
     def evaluation_loop(

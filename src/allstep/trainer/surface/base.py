@@ -13,19 +13,20 @@ from allstep.arguments import TrainingArguments
 from allstep.comm.communicator import communicator_for
 from allstep.comm.process_group import join
 from allstep.data.seeding import seed_generators
+from allstep.report.memory_stages import MemoryStages
 from allstep.report.sink import RunFacts
 from allstep.report.sinks import make_sinks
-from allstep.trainer.accelerator import Accelerator
 from allstep.trainer.assembly import default_collator
-from allstep.trainer.callbacks import CallbackHandler, TrainerCallback
-from allstep.trainer.flow import with_defaults
-from allstep.trainer.losses import LossFacts
-from allstep.trainer.metric_states import MetricState, check_metrics
-from allstep.trainer.models import bare, prepare_model
-from allstep.trainer.precision import autocast, precision_line, set_numerics
+from allstep.trainer.callbacks.flow import with_defaults
+from allstep.trainer.callbacks.handler import CallbackHandler, TrainerCallback
+from allstep.trainer.evaluation.metric_states import MetricState, check_metrics
+from allstep.trainer.models.losses import LossFacts
+from allstep.trainer.models.precision import autocast, precision_line, precision_of, set_numerics
+from allstep.trainer.models.prepare import bare, prepare_model
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
 from allstep.trainer.stopping import restarts
+from allstep.trainer.surface.accelerator import Accelerator
 from allstep.trainer.verbosity import set_log_levels
 from allstep.trainer.verification import Verification
 
@@ -34,6 +35,11 @@ __all__ = ["TrainerBase", "made"]
 
 class TrainerBase:
     """The parts of a Trainer. See `Trainer` for the arguments."""
+
+    is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = is_model_parallel = False
+    """What scripts for Hugging Face's Trainer ask: every rank holds the whole model."""
+    place_model_on_device = True
+    hp_search_backend = None
 
     def __init__(
         self,
@@ -69,7 +75,11 @@ class TrainerBase:
         )
         self.communicator = communicator_for(None)
         self.device = torch.device(self.world.device)
-        self.accelerator = Accelerator(self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device))
+        self._memory = MemoryStages(not self.args.skip_memory_metrics, self.device)
+        self._memory.begin("init")
+        self.accelerator = Accelerator(
+            self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device), precision_of(self.args)
+        )
         """This process among the others, under the names of Hugging Face's accelerate."""
         seed_generators(self.args.seed)
         set_numerics(self.args, os.environ)
@@ -93,6 +103,7 @@ class TrainerBase:
         self.last_run: Run | None = None
         """What the last `train` worked with."""
         self._facts: tuple[nn.Module, LossFacts] | None = None  # a model and what was read from it
+        self._flops: tuple[nn.Module, Callable[[Any], float]] | None = None  # the same
         self.callback_handler = CallbackHandler(
             with_defaults(callbacks, self.args.disable_tqdm), self.model, processing_class, *optimizers, args=self.args
         )
@@ -108,20 +119,23 @@ class TrainerBase:
         if (line := precision_line(self.args)) is not None:
             self.sinks.message(line)
         self.callback_handler.call("on_init_end")
+        self._memory.end("init")
 
     # ---- logging and callbacks
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the current step: into `state.log_history` on every rank, and to whatever reports on rank 0.
 
-        The epoch is added to `logs` itself, and callbacks may change it before anything reports.
+        From a training on, the epoch is added to `logs` itself; callbacks may change it before anything reports.
         """
         step, epoch = self.state.global_step, self.state.epoch
-        if epoch is not None:
+        if self.state.max_steps:  # before a training there is no epoch
             logs["epoch"] = epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": step})
         self.callback_handler.call("on_log", logs=logs)
-        self.sinks.log({name: value for name, value in logs.items() if name != "epoch"}, step=step, epoch=epoch or 0.0)
+        self.sinks.log({name: value for name, value in logs.items() if name != "epoch"}, step=step, epoch=epoch)
         if not self.is_in_train:
             self.sinks.close()
 

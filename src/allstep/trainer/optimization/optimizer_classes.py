@@ -132,7 +132,7 @@ _GROK = {"alpha_init": 0.98, "lamb": 2.0, "gamma": 0.1, "grokking_signal_decay_r
 OPTIMIZER_KINDS: Mapping[str, _Kind] = {
     "adamw_torch_fused": _Kind("torch.optim", "AdamW", is_adam=True),
     "adamw_torch": _Kind("torch.optim", "AdamW", is_adam=True),
-    # torch.optim.Adafactor scales each step by the size of the parameter; see docs/decisions/0033
+    # torch.optim.Adafactor multiplies the rate by the size of the parameter, this one leaves it as it is (test_optimizers.py)
     "adafactor": _Kind(
         "transformers.optimization",
         "Adafactor",

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from allstep.data.collate import to_device
-from allstep.trainer.base import TrainerBase
-from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
-from allstep.trainer.precision import autocast
-from allstep.trainer.smoothing import smoothed_loss
+from allstep.trainer.models.losses import LossFacts, call_model, loss_of, takes_count
+from allstep.trainer.models.precision import autocast
+from allstep.trainer.models.smoothing import smoothed_loss
+from allstep.trainer.surface.base import TrainerBase
+from allstep.trainer.throughput import model_flops
 
 __all__ = ["ComputingTrainer"]
 
@@ -128,6 +129,16 @@ class ComputingTrainer(TrainerBase):
     @functools.cached_property
     def _loss_func_takes_count(self) -> bool:
         return self.compute_loss_func is not None and takes_count(self.compute_loss_func)
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Floating-point operations of forward and backward over `inputs`, which `state.total_flos` counts; may be overridden.
+
+        The model's own `floating_point_ops`, or 6 for each token and each parameter that is no embedding. `state.total_flos` is
+        their sum over all micro-batches and ranks.
+        """
+        if self._flops is None or self._flops[0] is not self.model:
+            self._flops = self.model, model_flops(self.model)
+        return self._flops[1](inputs)
 
     @property
     def _loss_facts(self) -> LossFacts:

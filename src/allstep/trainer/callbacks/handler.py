@@ -106,8 +106,10 @@ def heard_by(callback: object, event: str) -> Any:
     function = getattr(method, "__func__", None)
     if function is None:
         return method
+    if function is _EMPTY.get(event):
+        return None
     is_theirs = function.__module__ == HUGGING_FACE and function.__qualname__ == f"TrainerCallback.{event}"
-    return None if function is _EMPTY.get(event) or is_theirs else method
+    return None if is_theirs else method
 
 
 def role_of(kind: type) -> str | None:
@@ -190,13 +192,16 @@ class CallbackHandler:
         return any(_is_ours(type(each)) and role_of(type(each)) == role for each in self.callbacks)
 
     def export(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the callbacks and the control: name of class -> state."""
-        return exported_states([*self.callbacks, self.control])
+        """What a checkpoint keeps of the callbacks: name of class -> state.
+
+        Of the control it has the name, which Hugging Face's Trainer looks for, and no wish: they are not restored.
+        """
+        return exported_states([*self.callbacks, TrainerControl()])
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Put callbacks in the place of those of the same class, made from what `export` gave; warn of those without one.
 
-        The control is not restored: each of its flags is cleared before the next step, whatever it was.
+        The control stays as it is: each of its flags is cleared before the next step, whatever it was.
         """
         missing = []
         for name, saved in states.items():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from allstep.data.collate import size_of
-from allstep.trainer.models import bare
+from allstep.trainer.models.prepare import bare
 
 __all__ = [
     "LossFacts",

@@ -174,8 +174,9 @@ def train(rank, size, folder, make, settings, resume=None, whose="ours"):
     package = allstep if whose == "ours" else transformers
     settings = {**settings, "use_cpu": True}
     args = package.TrainingArguments(
-        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2 // size, max_steps=4, logging_steps=1, save_steps=2,
-        learning_rate=0.01, weight_decay=0.1, train_sampling_strategy="sequential", per_device_eval_batch_size=2, **settings,
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2 // size, max_steps=4, logging_steps=1,
+        save_steps=2, learning_rate=0.01, weight_decay=0.1, train_sampling_strategy="sequential",
+        per_device_eval_batch_size=2, **settings,
     )  # fmt: skip
     trainer = package.Trainer(make(), args, train_dataset=rows(), eval_dataset=rows()[:5])
     trainer.train(resume_from_checkpoint=resume)

@@ -19,7 +19,7 @@ __all__ = ["can_convert", "read_converted"]
 def can_convert(model: nn.Module, tensors: Mapping[str, Tensor], numbers: int) -> bool:
     """Whether files of as many `numbers` are the same weights as `tensors`, all those of `model`, for `from_pretrained`.
 
-    It reads all in one dtype, so the model has to have one; and it makes a model of `config` alone, as a user's classes may not.
+    It reads all in one dtype, so the model has to have one, and it makes a model of `config` alone, as users' classes may not.
     """
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     return _is_theirs(model) and len(kinds) == 1 and numbers == sum(tensor.numel() for tensor in tensors.values())

@@ -25,6 +25,8 @@ BETTER = {
     "per_device_eval_batch_size": "never changes a metric: every sample counts once, on any number of ranks",
     "gradient_accumulation_steps": "a window that the end of an epoch cuts short is a step of its own, also for streams",
     "auto_find_batch_size": "all ranks shrink their micro-batches together, and the global batch stays the same",
+    "bf16_full_eval": "evaluations during training are cast too, and training goes on with the same bits",
+    "fp16_full_eval": "evaluations during training are cast too, and training goes on with the same bits",
     "fp16": "all ranks share one loss scale, and leave out the same steps",
     "seed": "randomness belongs to the sample: ranks draw different dropout masks, and a resumed run the same ones",
     "use_cpu": "not needed where there is no accelerator",

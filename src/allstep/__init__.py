@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from allstep.ddp.sync_batchnorm import SyncBatchNorm
     from allstep.environment import WorkerEnvironment
     from allstep.notebook import notebook_launcher
-    from allstep.trainer.callbacks import TrainerCallback
-    from allstep.trainer.early_stopping import EarlyStoppingCallback
-    from allstep.trainer.flow import DefaultFlowCallback, PrinterCallback, ProgressCallback
-    from allstep.trainer.seq2seq import Seq2SeqTrainer
+    from allstep.trainer.callbacks.early_stopping import EarlyStoppingCallback
+    from allstep.trainer.callbacks.flow import DefaultFlowCallback, PrinterCallback, ProgressCallback
+    from allstep.trainer.callbacks.handler import TrainerCallback
     from allstep.trainer.state import ExportableState, TrainerControl, TrainerState
+    from allstep.trainer.surface.seq2seq import Seq2SeqTrainer
     from allstep.trainer.trainer import Trainer
 
 _HOMES = {
     "ArgumentParser": "allstep.argument_parser",
-    "DefaultFlowCallback": "allstep.trainer.flow",
+    "DefaultFlowCallback": "allstep.trainer.callbacks.flow",
     "DistributedDataParallel": "allstep.ddp.module",
-    "EarlyStoppingCallback": "allstep.trainer.early_stopping",
+    "EarlyStoppingCallback": "allstep.trainer.callbacks.early_stopping",
     "ExportableState": "allstep.trainer.state",
-    "PrinterCallback": "allstep.trainer.flow",
-    "ProgressCallback": "allstep.trainer.flow",
-    "Seq2SeqTrainer": "allstep.trainer.seq2seq",
+    "PrinterCallback": "allstep.trainer.callbacks.flow",
+    "ProgressCallback": "allstep.trainer.callbacks.flow",
+    "Seq2SeqTrainer": "allstep.trainer.surface.seq2seq",
     "Seq2SeqTrainingArguments": "allstep.arguments_seq2seq",
     "SyncBatchNorm": "allstep.ddp.sync_batchnorm",
     "Trainer": "allstep.trainer.trainer",
-    "TrainerCallback": "allstep.trainer.callbacks",
+    "TrainerCallback": "allstep.trainer.callbacks.handler",
     "TrainerControl": "allstep.trainer.state",
     "TrainerState": "allstep.trainer.state",
     "TrainingArguments": "allstep.arguments",

@@ -1,13 +1,11 @@
 """Callbacks written for transformers' Trainer, as they are: the same events in the same order, and the same effects."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from allstep.testing.models import Regression, RegressionNet
-from allstep.testing.ranks import RankPool
 
 pytest.importorskip("transformers", reason="its callbacks are used")
 
@@ -23,13 +21,6 @@ CASES = {
         "load_best_model_at_end": True, "metric_for_best_model": "loss",
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankPool]:
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 def recorder():

@@ -7,13 +7,10 @@ multiplying a gradient by its weight and dividing loses no bit.
 """
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-
-from allstep.testing.ranks import RankPool
 
 pytest.importorskip("transformers", reason="it is compared with")
 
@@ -42,13 +39,6 @@ CASES = {
         "metric_for_best_model": "error", "greater_is_better": False, "eval_on_start": True, "optim": "sgd",
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankPool]:
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 class Curve(nn.Module):

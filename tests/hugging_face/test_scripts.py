@@ -6,12 +6,9 @@ same samples; everything that they compute is then the same to the bit.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from allstep.testing.ranks import RankPool
 
 pytest.importorskip("transformers", reason="the scripts were written for it")
 pytest.importorskip("datasets", reason="the scripts load their data by it")
@@ -31,13 +28,6 @@ ARGUMENTS = {
     ],
     "own_optimizer": [],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankPool]:
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 def run_script(rank, size, name, folder, argv):

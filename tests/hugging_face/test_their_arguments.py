@@ -1,21 +1,11 @@
 """transformers' TrainingArguments handed to our Trainer, and what a Seq2SeqTrainer generates."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from allstep.testing.ranks import RankPool
-
 transformers = pytest.importorskip("transformers", reason="its arguments are handed over")
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankPool]:
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 def train_by_theirs(rank, size, folder):

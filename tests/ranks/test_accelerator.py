@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from allstep import Trainer, TrainingArguments
+from allstep import Trainer, TrainerCallback, TrainingArguments
 from allstep.testing.models import Regression, RegressionNet
 
 BACKENDS = ("gloo", "shm")
@@ -116,3 +116,33 @@ def test_backward_outside_of_training_is_plain(tmp_path):
     trainer.accelerator.save({"a": 1}, path)
     assert torch.load(path) == {"a": 1}
     assert trainer.accelerator.free_memory(x, path) == (None, None)
+
+
+class Poisoned(Regression):
+    """NaN in one sample."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return row if index else {**row, "x": row["x"] * float("nan")}
+
+
+class Notes(TrainerCallback):
+    def __init__(self, accelerator):
+        self.accelerator, self.skipped = accelerator, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.skipped.append(self.accelerator.optimizer_step_was_skipped)
+
+
+def test_a_step_that_was_left_out_is_known(tmp_path):
+    trainer = make(
+        tmp_path, nonfinite_gradients="skip", num_train_epochs=1, per_device_train_batch_size=2, save_strategy="no",
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer.train_dataset = Poisoned(6)
+    notes = Notes(trainer.accelerator)
+    trainer.add_callback(notes)
+    trainer.train()
+    assert notes.skipped == [True, False, False]
+    assert trainer.accelerator.mixed_precision == "no"
+    assert trainer.accelerator.scaler is None

@@ -6,7 +6,7 @@ from safetensors import safe_open
 
 from allstep import Trainer, TrainingArguments
 from allstep.testing.models import Regression, RegressionNet
-from allstep.trainer.losses import accepted_columns
+from allstep.trainer.models.losses import accepted_columns
 
 COMPILED = []
 """Graphs that the backend was given in this process."""

@@ -15,8 +15,8 @@ from allstep.errors import ArgumentsError, NonFiniteGradientsError
 from allstep.testing import faults
 from allstep.testing.models import Regression, RegressionNet, Tagger, Tokens, pad
 from allstep.testing.ranks import one_thread
-from allstep.trainer.optimizers import split_by_decay
-from allstep.trainer.scaling import AgreedGradScaler
+from allstep.trainer.optimization.optimizers import split_by_decay
+from allstep.trainer.optimization.scaling import AgreedGradScaler
 
 BACKENDS = ("gloo", "shm")
 
@@ -285,6 +285,21 @@ def test_a_training_step_of_the_users_own_scales_its_loss_or_is_refused(ranks, t
     for outcome in ranks.outcomes(own_step, tmp_path / "unscaled", Unscaled):
         assert outcome.error == "RuntimeError"
         assert "expected self.accelerator.backward(loss)" in outcome.message
+
+
+def told_apart(rank, size, folder):
+    trainer = make(folder, size)
+    trainer.args.fp16 = False
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        trainer.train()
+
+
+def test_ranks_that_were_told_other_precisions_are_an_error_on_all(ranks, tmp_path):
+    for outcome in ranks.outcomes(told_apart, tmp_path):
+        assert outcome.error == "ArgumentsError"
+        assert "precision is 'no' on rank 0 and 'fp16' on rank 1" in outcome.message
 
 
 def refused(rank, size, folder):

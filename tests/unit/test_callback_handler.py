@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from allstep.arguments import TrainingArguments
-from allstep.trainer.callbacks import EVENTS, CallbackHandler, TrainerCallback, heard_by
-from allstep.trainer.early_stopping import EarlyStoppingCallback
-from allstep.trainer.flow import DefaultFlowCallback, PrinterCallback, ProgressCallback, with_defaults
+from allstep.trainer.callbacks.early_stopping import EarlyStoppingCallback
+from allstep.trainer.callbacks.flow import DefaultFlowCallback, PrinterCallback, ProgressCallback, with_defaults
+from allstep.trainer.callbacks.handler import EVENTS, CallbackHandler, TrainerCallback, heard_by
 from allstep.trainer.state import ExportableState, TrainerControl
 
 MORE = {"on_log": {"logs": {}}, "on_evaluate": {"metrics": {}}, "on_predict": {"metrics": {}}}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.early_stopping import EarlyStoppingCallback
+from allstep.trainer.callbacks.early_stopping import EarlyStoppingCallback
 from allstep.trainer.state import TrainerControl, TrainerState
 
 ARGS = {"eval_strategy": "steps", "metric_for_best_model": "accuracy", "load_best_model_at_end": True}

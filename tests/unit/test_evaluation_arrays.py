@@ -11,9 +11,9 @@ from torch import nn
 from allstep.comm.communicator import SoloCommunicator
 from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
-from allstep.trainer.evaluation import EvalPrediction, Prediction, evaluate
-from allstep.trainer.gathering import PADDING
-from allstep.trainer.losses import weight_of
+from allstep.trainer.evaluation.evaluate import EvalPrediction, Prediction, evaluate
+from allstep.trainer.evaluation.gathering import PADDING
+from allstep.trainer.models.losses import weight_of
 
 EVERYTHING = frozenset({"predictions", "label_ids", "inputs", "loss"})
 

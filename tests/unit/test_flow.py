@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allstep.arguments import TrainingArguments
-from allstep.trainer.flow import DefaultFlowCallback
+from allstep.trainer.callbacks.flow import DefaultFlowCallback
 from allstep.trainer.state import TrainerControl, TrainerState
 
 theirs = pytest.importorskip("transformers.trainer_callback", reason="the package transformers is not installed")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from allstep import Trainer, TrainingArguments
-from allstep.trainer.exact_sum import ExactSum
-from allstep.trainer.losses import LossFacts, label_names_of, shifts_labels, takes_count, weight_of
+from allstep.trainer.evaluation.exact_sum import ExactSum
+from allstep.trainer.models.losses import LossFacts, label_names_of, shifts_labels, takes_count, weight_of
 
 LABELS = torch.tensor([[1, 2, -100, 4], [-100, 5, -100, -100], [7, 8, 9, -100]])
 """7 count; 5 without the first of each row."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from allstep.trainer.losses import accepted_columns, call_model, label_names_of, loss_of, weight_of
+from allstep.trainer.models.losses import accepted_columns, call_model, label_names_of, loss_of, weight_of
 
 ONE = torch.tensor(1.5)
 Output = namedtuple("Output", ["loss", "logits"])

@@ -10,8 +10,8 @@ from transformers.optimization import GreedyLR as Reference
 
 from allstep.comm.communicator import SoloCommunicator
 from allstep.errors import ArgumentsError
-from allstep.trainer.metric_schedulers import GreedyLR, advance, advance_by_metric, takes_metric
-from allstep.trainer.schedulers import make_scheduler
+from allstep.trainer.optimization.metric_schedulers import GreedyLR, advance, advance_by_metric, takes_metric
+from allstep.trainer.optimization.schedulers import make_scheduler
 
 
 def optimizer(*rates):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from allstep.comm.communicator import SoloCommunicator
-from allstep.trainer.metric_states import MetricStates, check_metrics
+from allstep.trainer.evaluation.metric_states import MetricStates, check_metrics
 
 
 def dim_zero_sum(values):

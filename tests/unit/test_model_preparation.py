@@ -9,7 +9,7 @@ from torch import nn
 
 from allstep import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.models import prepare_model
+from allstep.trainer.models.prepare import prepare_model
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from allstep import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.models import in_training
-from allstep.trainer.neftune import noisy_embeddings
+from allstep.trainer.models.neftune import noisy_embeddings
+from allstep.trainer.models.prepare import in_training
 
 
 class Net(nn.Module):

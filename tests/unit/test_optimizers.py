@@ -13,8 +13,8 @@ from torch import nn
 from allstep._arguments.choices import OPTIMIZERS
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.optimizer_classes import OPTIMIZER_KINDS
-from allstep.trainer.optimizers import make_optimizer, optimizer_class_and_kwargs, resting, split_by_decay
+from allstep.trainer.optimization.optimizer_classes import OPTIMIZER_KINDS
+from allstep.trainer.optimization.optimizers import make_optimizer, optimizer_class_and_kwargs, resting, split_by_decay
 
 
 class OwnRMSNorm(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from allstep import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.precision import (
+from allstep.trainer.models.precision import (
     autocast,
     evaluation_dtype,
     in_evaluation_dtype,

@@ -13,7 +13,7 @@ from transformers import SchedulerType, get_scheduler
 
 from allstep._arguments.choices import SCHEDULES, SCHEDULES_BY_EVALUATION
 from allstep.errors import ArgumentsError
-from allstep.trainer.schedulers import make_scheduler, schedule
+from allstep.trainer.optimization.schedulers import make_scheduler, schedule
 
 OF_STEPS = [name for name in SCHEDULES if name not in SCHEDULES_BY_EVALUATION]
 

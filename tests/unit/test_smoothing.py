@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
-from allstep.trainer.smoothing import smoothed_loss
+from allstep.trainer.models.smoothing import smoothed_loss
 
 
 def batch(shape, ignored=0.0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from allstep.trainer.gradients import _scale, backward, clip_gradients, drop_gradients
+from allstep.trainer.optimization.gradients import _scale, backward, clip_gradients, drop_gradients
 
 
 def parameters(dtypes=(torch.float32,), factor=1.0, seed=0):

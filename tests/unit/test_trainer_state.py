@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allstep.data.position import DataPosition
-from allstep.trainer.early_stopping import EarlyStoppingCallback
+from allstep.trainer.callbacks.early_stopping import EarlyStoppingCallback
 from allstep.trainer.state import ExportableState, LossSums, TrainerControl, TrainerState
 
 floats = st.floats(allow_nan=False, allow_infinity=False)

@@ -27,7 +27,7 @@ SCHEDULES = (
     "warmup_stable_decay",
     *SCHEDULES_BY_EVALUATION,
 )
-"""Values of `lr_scheduler_type`; the formulas are in allstep.trainer.schedulers (tests/unit/test_schedulers.py)."""
+"""Values of `lr_scheduler_type`; the formulas are in trainer/optimization/schedulers.py (tests/unit/test_schedulers.py)."""
 
 OPTIMIZERS_OF_LIBRARIES: Mapping[str, str] = {
     "adamw_bnb_8bit": "bitsandbytes",
@@ -55,7 +55,7 @@ OPTIMIZERS_OF_LIBRARIES: Mapping[str, str] = {
 }
 """Values of `optim` that need a package → its name on PyPI."""
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor", *OPTIMIZERS_OF_LIBRARIES)
-"""Values of `optim`; allstep.trainer.optimizers makes them (tests/unit/test_optimizers.py)."""
+"""Values of `optim`; allstep.trainer.optimization.optimizers makes them (tests/unit/test_optimizers.py)."""
 
 _OWN = "pass Trainer(optimizers=(optimizer, None)) one that you made"
 _PROJECTED = f"it projects the gradients of single modules; write optim='adafactor' to save memory, or {_OWN}"

@@ -43,14 +43,14 @@ class TrainingFields:
     lr_scheduler_type: str = "linear"
     """Shape of the learning rate over the steps: linear, cosine, cosine_with_restarts, polynomial, constant,
     constant_with_warmup, inverse_sqrt, cosine_with_min_lr, cosine_warmup_with_min_lr or warmup_stable_decay; or by what
-    evaluations say: reduce_lr_on_plateau or greedy."""
+    evaluations say of `metric_for_best_model`, in the direction of `greater_is_better`: reduce_lr_on_plateau or greedy."""
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     """Further settings of the schedule, such as {"num_cycles": 2}; a dictionary or its JSON."""
     warmup_steps: float = 0
     """Steps over which the learning rate climbs from 0 to its peak: a whole number, or a share of all below 1."""
     optim: str = "adamw_torch_fused"
-    """Optimizer: adamw_torch_fused (adamw_torch where the device has no fused kernel), adamw_torch, sgd, adagrad, rmsprop or
-    adafactor; or one that a library brings, such as adamw_bnb_8bit (bitsandbytes)."""
+    """Optimizer: adamw_torch_fused (adamw_torch where the device has no fused kernel), adamw_torch, sgd, adagrad or
+    rmsprop; or one that a library brings, such as adafactor (transformers) or adamw_bnb_8bit (bitsandbytes)."""
     optim_args: str | None = None
     """Further settings of the optimizer, as text: "momentum=0.9,nesterov=True"."""
     weight_decay: float = 0.0
@@ -81,9 +81,10 @@ class TrainingFields:
     fp16: bool = False
     """Run forward and loss under float16 autocast, with a loss scale that all ranks share; one of `bf16` and `fp16`."""
     bf16_full_eval: bool = False
-    """Cast the model itself to bfloat16 for evaluation and prediction: half the memory, less precise metrics."""
+    """Cast the model itself to bfloat16 for evaluation and prediction: smaller activations, less precise metrics. The trained
+    weights are held beside it, and stay as they are."""
     fp16_full_eval: bool = False
-    """Cast the model itself to float16 for evaluation and prediction: half the memory, less precise metrics."""
+    """The same in float16."""
     tf32: bool | None = None
     """Multiply float32 matrices in TF32 on GPUs that have it: faster, less precise. None: as torch is set."""
     seed: int = 42

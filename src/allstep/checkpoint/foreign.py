@@ -13,6 +13,9 @@ def weights_in_python(folder: Path, name: str) -> str:
     """What to type where there are weights in a format that allstep does not read; nothing where there are none."""
     kinds = ("*.bin", "*.pt", "*.pth")
     found = sorted(path for kind in kinds for path in folder.glob(kind) if not _NO_WEIGHTS.fullmatch(path.name))
+    adapters = [path for path in found if path.name == "adapter_model.bin"]
+    if adapters:
+        found, name = adapters, "adapter_model.safetensors"
     if not found:
         return ""
     read = " | ".join(f"torch.load({str(path)!r}, weights_only=True)" for path in found)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from allstep.checkpoint.adapters import AdapterWeights, adapter_files, adapter_keys, changes_only, has_adapters
 from allstep.checkpoint.foreign import weights_in_python
 from allstep.checkpoint.names import clean_names, unwrapped, without_prefixes
 from allstep.checkpoint.plain_files import copied, read_plain, write_plain
@@ -54,15 +55,16 @@ def write_weights(model: nn.Module, folder: Path, by: Callable[[Path], object] |
     `by` is the user's way to write a model into a folder, in place of `save_pretrained`.
 
     A model with `save_pretrained` (transformers, diffusers, peft) also writes its own files there, so that
-    `from_pretrained` reads the folder. Where those do not hold every tensor under the model's own name (adapters only, a
-    conversion to older names), `model.safetensors` is written by us all the same: a resumed run needs all of it.
+    `from_pretrained` reads the folder. Where those do not hold every tensor under the model's own name (a conversion to
+    older names), `model.safetensors` is written by us all the same: a resumed run needs all of it. PEFT's adapters are
+    enough where they hold all that training changes.
     """
     model = unwrapped(model)
     if by is None and writes_itself(model):
         by = model.save_pretrained  # type: ignore[assignment]  # callable, as it writes itself
     written = [] if by is None else write_beside(by, folder)
     tensors, extra = _state(model)
-    if not _holds_exactly(folder, tensors):
+    if not _holds_exactly(folder, tensors) and not _holds_adapters(folder, model):
         for name in written:
             if name.startswith("model-") or name == INDEX_FILE:  # these would be read in place of ours
                 (folder / name).unlink()
@@ -101,11 +103,19 @@ def write_beside(write: Callable[[Path], object], folder: Path) -> list[str]:
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Read the weights in `folder` into memory, by name, without a model.
+    """Read the weights in `folder` into memory, by name, without a model; `AdapterWeights` where there are only adapters.
 
     Raises:
         CheckpointError: there are none, they are damaged, or they are in a format that can run code when read.
     """
+    if adapters := _only_adapters(folder):
+        return AdapterWeights(
+            {
+                (adapter, name): value
+                for adapter, file in adapters.items()
+                for name, value in _read_tensors(folder / file).items()
+            }
+        )
     values: dict[str, Any] = {}
     for name in _weight_files(folder):
         values |= _read_tensors(folder / name)
@@ -118,7 +128,7 @@ def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -
     """Copy `values`, read from the folder `source`, into `model`, which keeps its tensors' devices and strides.
 
     Names that differ from the model's only by what wrappers add are taken for the model's where it is clear for which; the
-    result is then a line that says so, else None.
+    result is then a line that says so, else None. Adapters leave the rest of the model as it is.
 
     Raises:
         CheckpointError: a tensor of the model is missing, one in the file has no place in the model, a shape or dtype
@@ -126,10 +136,12 @@ def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -
     """
     model = unwrapped(model)
     own = model.state_dict()
-    by_name = {name: key for key, name in clean_names(model, own).items()}
+    clean = clean_names(model, own)
+    by_name = {name: key for key, name in clean.items()}
+    if isinstance(values, AdapterWeights):
+        values, by_name = _adapters_of(model, own, values, by_name, source)
     values, added = without_prefixes(values, by_name)
     first = _first_names(own)
-    clean = {key: name for name, key in by_name.items()}
     chosen: dict[str, Any] = {}  # what each tensor of the model, under its first name, is set to
     problems = [_listed("The model has no", [name for name in values if name not in by_name], " which the files hold")]
     for name, key in by_name.items():
@@ -142,7 +154,7 @@ def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -
             f"The weights in {source} do not fit this {type(model).__name__}. {' '.join(filter(None, problems))} "
             f"Build the same model as the run that wrote them."
         )
-    model.load_state_dict({key: chosen[first[key]] for key in own}, strict=True)
+    model.load_state_dict({key: chosen[first[key]] for key in by_name.values()}, strict=len(by_name) == len(own))
     return f"the weights in {source} have names with {added}, as wrappers write them; they were read without" if added else None
 
 
@@ -206,6 +218,38 @@ def _holds_exactly(folder: Path, tensors: Mapping[str, Tensor]) -> bool:
             found |= set(file.keys())
     first = _first_names(tensors)
     return found <= set(tensors) and {first[name] for name in found} == set(first.values())
+
+
+def _holds_adapters(folder: Path, model: nn.Module) -> bool:
+    """Whether `folder` holds adapters of `model`, and they are all that training changes of it."""
+    if not has_adapters(model):
+        return False
+    names = set()
+    for adapter, path in adapter_files(folder).items():
+        with safe_open(folder / path, framework="pt") as file:
+            names |= {(adapter, name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    return changes_only(model, model.state_dict(), names)
+
+
+def _only_adapters(folder: Path) -> dict[str, str]:
+    """Files of adapters, by adapter, where the whole model is not there too."""
+    return {} if (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists() else adapter_files(folder)
+
+
+def _adapters_of(
+    model: nn.Module, own: Mapping[str, Any], values: AdapterWeights, by_name: Mapping[str, str], source: Path
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Weights of adapters under the names of `model`, and those of its names that are read from adapters."""
+    if not has_adapters(model):
+        raise CheckpointError(
+            f"The weights in {source} are adapters of PEFT, and this {type(model).__name__} has none. Give the Trainer what "
+            f"peft.get_peft_model makes of it, as the run did that wrote them."
+        )
+    clean = {key: name for name, key in by_name.items()}
+    keys = adapter_keys(model, own)
+    wanted = {*adapter_keys(model, own, with_embeddings=False).values(), *(keys[name] for name in values if name in keys)}
+    renamed = {clean[keys[at]] if at in keys else " of adapter ".join(reversed(at)): value for at, value in values.items()}
+    return renamed, {name: key for name, key in by_name.items() if key in wanted}
 
 
 def _weight_files(folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allstep.trainer.callbacks import EVENTS, TrainerCallback
+from allstep.trainer.callbacks.handler import EVENTS, TrainerCallback
 from allstep.trainer.stopping import restarts
 
 __all__ = ["Fault", "InjectedError", "fail", "fired", "flip_bit", "full_disk", "hang", "kill", "leave", "nan", "slow"]

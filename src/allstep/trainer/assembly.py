@@ -24,7 +24,7 @@ from allstep.data.streams import StreamGrid, choose_split, length_of, shards_of,
 from allstep.ddp.sync import send_buffers
 from allstep.errors import ArgumentsError
 from allstep.report.record import RunReport
-from allstep.trainer.precision import precision_of
+from allstep.trainer.models.precision import precision_of
 from allstep.trainer.run import Run
 
 __all__ = ["default_collator", "make_feeds", "make_grid", "make_report", "order_line", "sums_in_order"]
@@ -32,6 +32,9 @@ __all__ = ["default_collator", "make_feeds", "make_grid", "make_report", "order_
 
 _OF_ONE_RANK = ("output_dir", "local_rank", "run_name", "report_to", "disable_tqdm", "dataloader_")
 """What the names of arguments begin with that ranks need not agree on."""
+
+_PADDING = frozenset({"PreTrainedTokenizerBase", "SequenceFeatureExtractor"})
+"""Classes whose `pad` makes a batch. Some processors of images have a method of that name, which does something else."""
 
 
 def make_grid(
@@ -147,8 +150,8 @@ def make_feeds(
 
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    """Pads where `processing_class` is a tokenizer, which takes an installed transformers; else stacks."""
-    if hasattr(processing_class, "pad"):
+    """Pads where `processing_class` is a tokenizer, or takes features of sounds, as transformers' are; else stacks."""
+    if not _PADDING.isdisjoint(kind.__name__ for kind in type(processing_class).__mro__):
         from transformers import DataCollatorWithPadding  # optional, and slow to import
 
         padding: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)

@@ -9,7 +9,7 @@ the same everywhere, so that most runs ask nobody.
 from collections.abc import Iterable
 
 from allstep.comm.agreement import any_rank
-from allstep.trainer.callbacks import EVENTS, HUGGING_FACE, heard_by, role_of
+from allstep.trainer.callbacks.handler import EVENTS, HUGGING_FACE, heard_by, role_of
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl
 

@@ -14,8 +14,8 @@ from allstep.trainer.decisions import EVALUATION_EVENTS, STEP_EVENTS, agree, fin
 from allstep.trainer.drift import check_drift, is_due
 from allstep.trainer.ledger import note_step
 from allstep.trainer.meter import StepResult
-from allstep.trainer.metric_schedulers import advance_by_metric
-from allstep.trainer.optimizers import resting, set_training
+from allstep.trainer.optimization.metric_schedulers import advance_by_metric
+from allstep.trainer.optimization.optimizers import resting, set_training
 from allstep.trainer.run import Run
 from allstep.trainer.saving import Saver
 from allstep.trainer.step import take_step

@@ -59,7 +59,7 @@ class Meter:
         self._unread: list[StepResult] = []
         self._unlogged = 0  # samples since the last log
         self.has_news = False
-        """Whether a step was taken since the last log."""
+        """Whether steps since the last log have a loss, be it not finite; known once they are settled."""
         self._samples = 0  # since the last record
         self._since = time.perf_counter()  # of the last record, moved on by pauses
 
@@ -77,7 +77,6 @@ class Meter:
     def add(self, result: StepResult, samples: int, state: TrainerState) -> None:
         """Take in a step over `samples` samples, all ranks together."""
         self._unread.append(result)
-        self.has_news |= not result.skipped
         if len(self._unread) >= MOST_UNREAD:  # a run that never logs must not fill the memory
             self.settle(state)
         self._samples += samples
@@ -99,6 +98,7 @@ class Meter:
         losses = torch.stack([each.loss_sum for each in counted]).tolist()
         weights = torch.stack([each.weight_sum for each in counted]).tolist()
         for loss, weight in zip(losses, weights, strict=True):
+            self.has_news |= weight > 0
             if self._only_finite and not math.isfinite(loss):
                 continue
             state.interval.add(loss, weight)

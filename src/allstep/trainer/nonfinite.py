@@ -19,7 +19,7 @@ from allstep.data.grid import MicroBatch
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.errors import NonFiniteGradientsError
-from allstep.trainer.precision import autocast
+from allstep.trainer.models.precision import autocast
 from allstep.trainer.run import Run
 
 __all__ = ["BufferCopies", "Finding", "report_nonfinite", "save_batch", "trace"]

@@ -21,9 +21,9 @@ from allstep.data.streams import StreamGrid
 from allstep.ddp.module import DistributedDataParallel
 from allstep.errors import ArgumentsError
 from allstep.report.ledger import Ledger
-from allstep.trainer.callbacks import CallbackHandler
+from allstep.trainer.callbacks.handler import CallbackHandler
 from allstep.trainer.meter import Meter
-from allstep.trainer.scaling import AgreedGradScaler
+from allstep.trainer.optimization.scaling import AgreedGradScaler
 
 __all__ = ["Plan", "Run"]
 

@@ -5,14 +5,14 @@ import math
 import torch
 
 from allstep.comm.watchdog import HERE
-from allstep.trainer.gradients import clip_gradients, drop_gradients, gradient_norm
 from allstep.trainer.ledger import note_gradients
 from allstep.trainer.memory import Reduced, free_device_memory, reduce_within_memory
 from allstep.trainer.meter import StepResult
-from allstep.trainer.metric_schedulers import advance
 from allstep.trainer.nonfinite import report_nonfinite
+from allstep.trainer.optimization.gradients import clip_gradients, drop_gradients, gradient_norm
+from allstep.trainer.optimization.metric_schedulers import advance
+from allstep.trainer.optimization.scaling import AgreedGradScaler
 from allstep.trainer.run import Run
-from allstep.trainer.scaling import AgreedGradScaler
 
 __all__ = ["take_step"]
 
@@ -74,7 +74,7 @@ def _leave_out(run: Run, reduced: Reduced) -> StepResult:
 
 
 def _not_taken(run: Run, reduced: Reduced) -> StepResult:
-    """Leave everything as it was before the step."""
+    """Drop the gradients, and put buffers back where they were copied."""
     totals = run.model.totals
     assert totals is not None
     reduced.buffers.put_back()

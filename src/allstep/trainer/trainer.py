@@ -18,20 +18,20 @@ from allstep.trainer.assembly import (
     order_line,
     sums_in_order,
 )
-from allstep.trainer.base import made
 from allstep.trainer.decisions import heed_late_signals
-from allstep.trainer.evaluating import EvaluatingTrainer
-from allstep.trainer.keeping import KeepingTrainer
 from allstep.trainer.ledger import open_ledger
 from allstep.trainer.meter import make_meter
-from allstep.trainer.models import in_training, wrap
-from allstep.trainer.optimizing import OptimizingTrainer
-from allstep.trainer.precision import precision_of
+from allstep.trainer.models.precision import precision_of
+from allstep.trainer.models.prepare import in_training, wrap
+from allstep.trainer.optimization.scaling import make_scaler
 from allstep.trainer.run import Plan, Run
 from allstep.trainer.saving import Saver
-from allstep.trainer.scaling import make_scaler
 from allstep.trainer.state import TrainerState
 from allstep.trainer.stopping import StopRequest, restarts, stop
+from allstep.trainer.surface.base import made
+from allstep.trainer.surface.evaluating import EvaluatingTrainer
+from allstep.trainer.surface.keeping import KeepingTrainer
+from allstep.trainer.surface.optimizing import OptimizingTrainer
 from allstep.trainer.throughput import run_metrics
 from allstep.trainer.verification import StopAfter
 
@@ -120,6 +120,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
     ) -> "TrainOutput":
         run, saver = self._make_run(checkpoints, resume_from_checkpoint)
         self.last_run, self._saver = run, saver
+        self.accelerator.scaler, self.accelerator.has_skipped = run.scaler, lambda: run.skipped_in_a_row > 0
         first_step, first_token = self.state.global_step, self.state.num_input_tokens_seen
         try:
             self.sinks.open(run.plan.max_steps, first_step)

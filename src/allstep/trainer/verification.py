@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 
 from allstep.arguments import TrainingArguments
-from allstep.trainer.callbacks import TrainerCallback
+from allstep.trainer.callbacks.handler import TrainerCallback
 from allstep.trainer.state import TrainerControl, TrainerState
 
 __all__ = ["VARIABLE", "StopAfter", "Verification"]

@@ -12,7 +12,7 @@ from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
-from allstep.trainer.gradients import backward
+from allstep.trainer.optimization.gradients import backward
 from allstep.trainer.run import Run
 
 __all__ = ["reduce_gradients"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.callbacks import TrainerCallback
+from allstep.trainer.callbacks.handler import TrainerCallback
 from allstep.trainer.state import ExportableState, TrainerControl, TrainerState
 
 __all__ = ["EarlyStoppingCallback"]

@@ -9,12 +9,12 @@ from torch import nn
 
 from allstep.comm.watchdog import HERE
 from allstep.errors import DataError
-from allstep.trainer import evaluation
-from allstep.trainer.evaluation import EvalLoopOutput, Prediction, PredictionOutput
-from allstep.trainer.loading import LoadingTrainer
-from allstep.trainer.metrics import Metrics
-from allstep.trainer.precision import autocast, evaluation_dtype
-from allstep.trainer.prediction import Predictor, summary
+from allstep.trainer.evaluation import evaluate as evaluation
+from allstep.trainer.evaluation.evaluate import EvalLoopOutput, Prediction, PredictionOutput
+from allstep.trainer.evaluation.metrics import Metrics
+from allstep.trainer.evaluation.prediction import Predictor, summary
+from allstep.trainer.models.precision import autocast, evaluation_dtype
+from allstep.trainer.surface.loading import LoadingTrainer
 
 __all__ = ["EvaluatingTrainer"]
 

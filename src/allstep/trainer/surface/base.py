@@ -16,17 +16,17 @@ from allstep.data.seeding import seed_generators
 from allstep.report.memory_stages import MemoryStages
 from allstep.report.sink import RunFacts
 from allstep.report.sinks import make_sinks
-from allstep.trainer.accelerator import Accelerator
 from allstep.trainer.assembly import default_collator
-from allstep.trainer.callbacks import CallbackHandler, TrainerCallback
-from allstep.trainer.flow import with_defaults
-from allstep.trainer.losses import LossFacts
-from allstep.trainer.metric_states import MetricState, check_metrics
-from allstep.trainer.models import bare, prepare_model
-from allstep.trainer.precision import autocast, precision_line, set_numerics
+from allstep.trainer.callbacks.flow import with_defaults
+from allstep.trainer.callbacks.handler import CallbackHandler, TrainerCallback
+from allstep.trainer.evaluation.metric_states import MetricState, check_metrics
+from allstep.trainer.models.losses import LossFacts
+from allstep.trainer.models.precision import autocast, precision_line, precision_of, set_numerics
+from allstep.trainer.models.prepare import bare, prepare_model
 from allstep.trainer.run import Run
 from allstep.trainer.state import TrainerControl, TrainerState
 from allstep.trainer.stopping import restarts
+from allstep.trainer.surface.accelerator import Accelerator
 from allstep.trainer.verbosity import set_log_levels
 from allstep.trainer.verification import Verification
 
@@ -35,6 +35,11 @@ __all__ = ["TrainerBase", "made"]
 
 class TrainerBase:
     """The parts of a Trainer. See `Trainer` for the arguments."""
+
+    is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = is_model_parallel = False
+    """What scripts for Hugging Face's Trainer ask: every rank holds the whole model."""
+    place_model_on_device = True
+    hp_search_backend = None
 
     def __init__(
         self,
@@ -72,7 +77,9 @@ class TrainerBase:
         self.device = torch.device(self.world.device)
         self._memory = MemoryStages(not self.args.skip_memory_metrics, self.device)
         self._memory.begin("init")
-        self.accelerator = Accelerator(self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device))
+        self.accelerator = Accelerator(
+            self.world, self.communicator, self.args.seed, lambda: autocast(self.args, self.device), precision_of(self.args)
+        )
         """This process among the others, under the names of Hugging Face's accelerate."""
         seed_generators(self.args.seed)
         set_numerics(self.args, os.environ)

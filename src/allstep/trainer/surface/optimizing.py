@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from allstep.arguments import TrainingArguments
-from allstep.trainer.base import TrainerBase
-from allstep.trainer.optimizers import make_optimizer, optimizer_class_and_kwargs, split_by_decay
-from allstep.trainer.schedulers import make_scheduler
+from allstep.trainer.optimization.optimizers import make_optimizer, optimizer_class_and_kwargs, split_by_decay
+from allstep.trainer.optimization.schedulers import make_scheduler
+from allstep.trainer.surface.base import TrainerBase
 
 __all__ = ["OptimizingTrainer"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from allstep.data.collate import to_device
-from allstep.trainer.base import TrainerBase
-from allstep.trainer.losses import LossFacts, call_model, loss_of, takes_count
-from allstep.trainer.precision import autocast
-from allstep.trainer.smoothing import smoothed_loss
+from allstep.trainer.models.losses import LossFacts, call_model, loss_of, takes_count
+from allstep.trainer.models.precision import autocast
+from allstep.trainer.models.smoothing import smoothed_loss
+from allstep.trainer.surface.base import TrainerBase
 from allstep.trainer.throughput import model_flops
 
 __all__ = ["ComputingTrainer"]

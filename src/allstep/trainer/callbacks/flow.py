@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from allstep.arguments import TrainingArguments
-from allstep.trainer.callbacks import TrainerCallback, role_of
+from allstep.trainer.callbacks.handler import TrainerCallback, role_of
 from allstep.trainer.state import TrainerControl, TrainerState
 
 __all__ = ["DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "with_defaults"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from allstep.data.collate import size_of
-from allstep.trainer.models import bare
+from allstep.trainer.models.prepare import bare
 
 __all__ = [
     "LossFacts",
@@ -39,6 +39,9 @@ _CAUSAL_LOSS = "ForCausalLMLoss"
 """Name of the function by which transformers' models compare each token with what was said at the one before."""
 _SHIFTED = frozenset({"shift_labels", "shift_logits", "shifted_logits"})
 """What a forward that does so itself calls what it compares."""
+
+_IN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+"""PEFT's kinds of prompts that are no tokens, and change no labels."""
 
 
 def call_model(model: Callable[..., Any], inputs: Any, **more: Any) -> Any:
@@ -165,8 +168,11 @@ def shifts_labels(model: nn.Module) -> bool:
     Decoders of Hugging Face do so inside their forward, and then the first label of a row counts in no mean; encoder-decoders
     do not. It is read from the names in forward's code, for not all that are called "ForCausalLM" shift (BartForCausalLM),
     and some do that are not (GPT2LMHeadModel). Of other models, those shift whose forward has variables named as most people
-    name them, `shift_labels` or `shift_logits`.
+    name them, `shift_labels` or `shift_logits`. Where PEFT puts virtual tokens before a row, its first label counts too: the
+    last of them says it.
     """
+    if _puts_prompts_before_rows(model):
+        return False
     inner = inner_model(model)
     code = getattr(inspect.unwrap(getattr(inner.forward, "__func__", inner.forward)), "__code__", None)
     if code is None or getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -175,6 +181,12 @@ def shifts_labels(model: nn.Module) -> bool:
     if _SHIFTED.intersection(own_variables):
         return True
     return "loss_function" in code.co_names and getattr(inner.loss_function, "__name__", "") == _CAUSAL_LOSS
+
+
+def _puts_prompts_before_rows(model: Any) -> bool:
+    config = getattr(bare(model), "active_peft_config", None) if hasattr(bare(model), "peft_config") else None
+    kind = getattr(getattr(config, "peft_type", None), "value", "")
+    return bool(getattr(config, "is_prompt_learning", False)) and kind not in _IN_CACHE
 
 
 def takes_count(function: Callable[..., Any]) -> bool:

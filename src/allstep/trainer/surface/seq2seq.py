@@ -9,7 +9,7 @@ from torch import nn
 from allstep.arguments import TrainingArguments
 from allstep.arguments_seq2seq import Seq2SeqTrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.evaluation import PredictionOutput
+from allstep.trainer.evaluation.evaluate import PredictionOutput
 from allstep.trainer.trainer import Trainer
 
 __all__ = ["Seq2SeqTrainer"]

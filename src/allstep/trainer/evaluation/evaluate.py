@@ -22,9 +22,9 @@ from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.data.stream_loader import StreamLoader
 from allstep.ddp.sync import send_buffers
-from allstep.trainer.exact_sum import ExactSum
-from allstep.trainer.gathering import by_batch, gathered, in_order, outlined, to_numpy
-from allstep.trainer.precision import in_evaluation_dtype
+from allstep.trainer.evaluation.exact_sum import ExactSum
+from allstep.trainer.evaluation.gathering import by_batch, gathered, in_order, outlined, to_numpy
+from allstep.trainer.models.precision import in_evaluation_dtype
 
 __all__ = [
     "EvalLoopOutput",

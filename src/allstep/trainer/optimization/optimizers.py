@@ -11,7 +11,7 @@ from torch import nn
 
 from allstep.arguments import TrainingArguments
 from allstep.errors import ArgumentsError
-from allstep.trainer.optimizer_classes import find_optimizer_class
+from allstep.trainer.optimization.optimizer_classes import find_optimizer_class
 
 __all__ = ["make_optimizer", "optimizer_class_and_kwargs", "resting", "set_training", "split_by_decay"]
 

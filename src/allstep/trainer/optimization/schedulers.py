@@ -8,7 +8,7 @@ root: Vaswani et al., "Attention is all you need", 2017, section 5.3. Warm-up, p
 All but `constant` climb linearly from 0 to 1 over the warm-up (`cosine_warmup_with_min_lr` from above 0), then fall from 1 as
 their name says. Steps past the end of training keep the last value.
 
-Two schedules are no function of the step, `reduce_lr_on_plateau` and `greedy`: see `trainer/metric_schedulers.py`.
+Two schedules are no function of the step, `reduce_lr_on_plateau` and `greedy`: see `trainer/optimization/metric_schedulers.py`.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from allstep._arguments.choices import SCHEDULES_BY_EVALUATION
 from allstep.errors import ArgumentsError
-from allstep.trainer.metric_schedulers import make_metric_scheduler
+from allstep.trainer.optimization.metric_schedulers import make_metric_scheduler
 
 __all__ = ["make_scheduler", "schedule"]
 

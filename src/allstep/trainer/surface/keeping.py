@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from allstep import __version__
 from allstep.checkpoint.manager import CheckpointManager
 from allstep.checkpoint.state import TrainState
 from allstep.checkpoint.weights import write_pretrained, write_weights, writes_itself
+from allstep.report.model_card import model_card
 from allstep.report.results import metrics_format, metrics_table, save_metrics
 from allstep.trainer import loop
-from allstep.trainer.base import TrainerBase
 from allstep.trainer.saving import Saver
+from allstep.trainer.surface.base import TrainerBase
 
 __all__ = ["KeepingTrainer"]
 
@@ -93,6 +96,60 @@ class KeepingTrainer(TrainerBase):
     def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Metrics as people read them, name by name."""
         return metrics_format(metrics)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write README.md into `output_dir`, on rank 0: what was trained, how, and the numbers of its last evaluation."""
+        if not self.is_world_process_zero():
+            return
+        history = self.state.log_history
+        last = next((entry for entry in reversed(history) if any(key.startswith("eval_") for key in entry)), None)
+        last = last or next((entry for entry in reversed(history) if "train_loss" in entry), {})
+        text = model_card(
+            model_name or self._output_dir.name,
+            self.args.to_dict(),
+            {key: value for key, value in last.items() if key != "step"},
+            {"allstep": __version__, "torch": torch.__version__},
+            world_size=self.state.world_size,
+            global_batch_size=self.state.global_batch_size,
+            about={
+                "language": language,
+                "license": license,
+                "tags": tags,
+                "finetuned_from": finetuned_from,
+                "tasks": tasks,
+                "dataset_tags": dataset_tags,
+                "dataset": dataset or dataset_args or dataset_tags,
+            },
+        )
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        (self._output_dir / "README.md").write_text(text, encoding="utf-8")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
+        """Not there.
+
+        Raises:
+            NotImplementedError: always, with the way out.
+        """
+        raise NotImplementedError("Nothing is uploaded from here: save_model(), and upload output_dir with huggingface_hub.")
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> None:
+        """Not there.
+
+        Raises:
+            NotImplementedError: always, with the way out.
+        """
+        raise NotImplementedError("There is no search of hyper-parameters: make a Trainer for each trial, with model_init.")
 
     def _checkpoint(self) -> None:
         """Collective. `_save_checkpoint`, for the loop; a checkpoint that is not ours is on disk when it returns."""

@@ -10,7 +10,7 @@ from torch import nn
 from allstep.arguments import TrainingArguments
 from allstep.ddp.module import DistributedDataParallel
 from allstep.errors import ArgumentsError
-from allstep.trainer.neftune import noisy_embeddings
+from allstep.trainer.models.neftune import noisy_embeddings
 
 __all__ = ["bare", "in_training", "prepare_model", "wrap"]
 

@@ -11,13 +11,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from allstep.data.dataloaders import RankDataLoader, Source, source_of
+from allstep.data.lengths import lengths_of
 from allstep.data.loader import check_map_style
 from allstep.data.order import BalancedOrder, LengthGroupedOrder, SequentialOrder, ShuffledOrder
 from allstep.data.streams import is_stream
 from allstep.errors import DataError
-from allstep.trainer.computing import ComputingTrainer
-from allstep.trainer.lengths import lengths_of
-from allstep.trainer.losses import accepted_columns
+from allstep.trainer.models.losses import accepted_columns
+from allstep.trainer.surface.computing import ComputingTrainer
 
 __all__ = ["LoadingTrainer"]
 

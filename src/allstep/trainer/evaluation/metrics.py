@@ -7,8 +7,8 @@ import torch
 
 from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import Communicator
-from allstep.trainer.evaluation import EvalPrediction, EvaluationResult, Prediction, Rounds
-from allstep.trainer.metric_states import MetricStates, states_of
+from allstep.trainer.evaluation.evaluate import EvalPrediction, EvaluationResult, Prediction, Rounds
+from allstep.trainer.evaluation.metric_states import MetricStates, states_of
 
 __all__ = ["Metrics"]
 

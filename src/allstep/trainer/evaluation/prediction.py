@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from allstep.trainer.evaluation import EvaluationResult, Prediction
-from allstep.trainer.losses import call_model
+from allstep.trainer.evaluation.evaluate import EvaluationResult, Prediction
+from allstep.trainer.models.losses import call_model
 
 __all__ = ["Predictor", "summary"]
 

@@ -16,7 +16,7 @@ from allstep.checkpoint.names import unwrapped
 from allstep.comm.communicator import Communicator
 from allstep.comm.process_group import World
 from allstep.data.dataloaders import RankDataLoader
-from allstep.trainer.models import bare
+from allstep.trainer.models.prepare import bare
 
 __all__ = ["Accelerator"]
 
@@ -29,6 +29,7 @@ class Accelerator:
         communicator: its ranks.
         seed: of loaders that say no order.
         autocast: makes the context that a forward runs in.
+        mixed_precision: what that is.
     """
 
     gradient_accumulation_steps = 1
@@ -36,9 +37,20 @@ class Accelerator:
     sync_gradients = True
 
     def __init__(
-        self, world: World, communicator: Communicator, seed: int, autocast: Callable[[], AbstractContextManager[object]]
+        self,
+        world: World,
+        communicator: Communicator,
+        seed: int,
+        autocast: Callable[[], AbstractContextManager[object]],
+        mixed_precision: str = "no",
     ) -> None:
         self._world, self._communicator, self._seed, self._autocast = world, communicator, seed, autocast
+        self.mixed_precision = mixed_precision
+        """"no", "bf16" or "fp16"."""
+        self.scaler: Any = None
+        """The loss scale of an fp16 run; None for others."""
+        self.has_skipped: Callable[[], bool] = lambda: False
+        """What `optimizer_step_was_skipped` asks."""
         self._loaders: list[RankDataLoader] = []
         self.take_backward: Callable[[torch.Tensor], None] | None = None
         """What becomes of a loss in `backward`, while the Trainer runs a micro-batch."""
@@ -84,6 +96,11 @@ class Accelerator:
     def use_distributed(self) -> bool:
         """Whether there are several ranks."""
         return self._communicator.size > 1
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was left out, as its gradients were not finite."""
+        return self.has_skipped()
 
     # ---- made ready
 

@@ -1,0 +1,1 @@
+"""Callbacks: what hangs onto the events of a run."""

@@ -1,0 +1,1 @@
+"""Optimizers, schedules, the loss scale, and what is done with all gradients of a step."""

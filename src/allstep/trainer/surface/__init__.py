@@ -1,0 +1,1 @@
+"""`Trainer`, part by part: what people construct, call and override."""

@@ -81,7 +81,7 @@ def most_frequent(training: list[Docstring], test: list[Docstring]) -> list[int]
 
 
 def naive_bayes(training: list[Docstring], test: list[Docstring]) -> list[int]:
-    """A guess for each text of `test` by one who counts words: multinomial naive Bayes, each word counted once too often."""
+    """A guess for each text of `test` by one who counts words: naive Bayes, where each word was seen once more than it was."""
     counts = [Counter[str]() for _ in PACKAGES]
     for row in training:
         counts[row["label"]].update(words(row["text"]))
@@ -90,7 +90,7 @@ def naive_bayes(training: list[Docstring], test: list[Docstring]) -> list[int]:
     totals = [each.total() + vocabulary for each in counts]
 
     def likelihood(label: int, text: list[str]) -> float:
-        return math.log(frequency[label]) + sum(math.log((counts[label][word] + 1) / totals[label]) for word in text)
+        return math.log(frequency[label] + 1) + sum(math.log((counts[label][word] + 1) / totals[label]) for word in text)
 
     texts = [words(row["text"]) for row in test]
     return [max(range(len(PACKAGES)), key=lambda label: likelihood(label, text)) for text in texts]

@@ -32,13 +32,7 @@ def test_everything_that_is_said_is_in_it():
         "language": ["en", "zh"],
     }
     assert "Fine-tuned from base: small on words for classification." in body
-    for row in (
-        "| eval_loss | 0.123457 |",
-        "| learning_rate | 0.0003 |",
-        "| ranks | 2 |",
-        "| global batch | 16 |",
-        "| torch | 2 |",
-    ):
+    for row in ("eval_loss | 0.123457", "learning_rate | 0.0003", "ranks | 2", "global batch | 16", "torch | 2"):
         assert f"| {row} |" in body
     assert "private" not in text
 

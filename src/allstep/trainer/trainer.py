@@ -220,6 +220,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = model, run.optimizer, run.scheduler
         handler.train_dataloader = self._train_dataloader
+        handler.args, handler.processing_class = args, self.processing_class  # they may have been set since
         if isinstance(grid, StreamGrid):
             self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
         saver = Saver(run, checkpoints, self.processing_class, self._own_way())

@@ -60,7 +60,7 @@ def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[Micro
         if not reduced:
             total = losses.total()
             run.model.take_part(
-                weight=min(weight, 1.0) if is_raw else weight,
+                weight=float(bool(counted)) if is_raw else weight,
                 carried=torch.zeros((), device=run.device) if total is None else total,
             )
     except (CollectiveError, RankFailedError):

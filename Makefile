@@ -1,18 +1,29 @@
-# make demo    two ranks train a small GPT on the source of Python's standard library
-# make test    the tests
-# make long    the tests that take minutes, which make test leaves out
-# make check   lint, format, types
-# make bench   allstep against its peers on this machine, into benchmarks/results (ARGS=--quick: a minute each)
+# make demo      two ranks train a small GPT on the source of Python's standard library
+# make finetune  two ranks fine-tune a small sentence model on docstrings; some minutes
+# make test      the tests
+# make long      the tests that take minutes, which make test leaves out
+# make check     lint, format, types
+# make docs      the pages, linted, as a site that needs no network: site/index.html
+# make core      the tests that need no more than the package's own dependencies, in an environment without the others
+# make bench     allstep against its peers on this machine, into benchmarks/results (ARGS=--quick: a minute each)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CORE ?= .venv-core
+CORE_TESTS := tests/unit tests/ranks/test_trainer_equals_one_process.py
+PAGES := *.md docs benchmarks/results
+# a browser fetches these when it opens a page
+FETCHED := '<(script|img|iframe|source)[^>]* src="?(https?:)?//[^ ">]*|<link [^>]*rel="?(stylesheet|pre)[^>]*href="?(https?:)?//[^ ">]*'
 
-.PHONY: demo test long check bench clean
+.PHONY: demo finetune test long check docs core bench clean
 
 demo: $(READY)
 	$(BIN)/allstep launch --num_processes 2 examples/train_gpt.py $(ARGS)
+
+finetune: $(READY)
+	$(BIN)/allstep launch --num_processes 2 examples/finetune_minilm.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -25,6 +36,15 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY)
+	$(BIN)/pymarkdown scan $(PAGES)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@! grep -rnoE $(FETCHED) site --include=*.html || { echo "The site fetches what is above; it has to bring it."; exit 1; }
+	@echo "The site is in site/index.html"
+
+core: $(CORE)/.ready
+	$(CORE)/bin/python -m pytest $(CORE_TESTS) $(ARGS)
+
 bench: $(READY)
 	for name in allreduce ddp trainer launch; do $(BIN)/allstep bench $$name --output benchmarks/results $(ARGS) || exit 1; done
 
@@ -35,5 +55,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
+$(CORE)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(CORE)"
+	@$(PYTHON) -m venv $(CORE)
+	@$(CORE)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $(CORE)/.ready
+
 clean:
-	rm -rf $(VENV) build dist outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE) site build dist outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

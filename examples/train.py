@@ -54,7 +54,7 @@ def main() -> None:
         eval_dataset=samples(500, seed=2),
         compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()  # the same numbers on every rank
     if trainer.is_world_process_zero():
         print(f"{metrics['eval_accuracy']:.1%} of held-out points are right")

@@ -1,14 +1,15 @@
 """Libraries that know torch's class find what they look for in this one."""
 
+import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from allstep import DistributedDataParallel
 from allstep.testing.parity import assert_mean, gradients_of, mean_of_ranks
+
+accelerate = pytest.importorskip("accelerate", reason="it looks for parts of torch's class")
 
 
 def make() -> nn.Module:
@@ -29,7 +30,7 @@ def states(rank, size):
     return (
         isinstance(model, nn.parallel.DistributedDataParallel),
         isinstance(net, nn.parallel.DistributedDataParallel),
-        extract_model_from_parallel(model) is net,
+        accelerate.utils.extract_model_from_parallel(model) is net,
         list(get_model_state_dict(model)),
         list(get_optimizer_state_dict(model, optimizer)["state"]),
     )
@@ -50,7 +51,7 @@ def synced_backward(rank, size, options):
         first, second = (model(batch(rank, number)).square().mean() for number in range(2))
     first.backward()
     own = gradients_of(net)
-    with Accelerator.trigger_sync_in_backward(model):
+    with accelerate.Accelerator.trigger_sync_in_backward(model):
         second.backward()
     return own, gradients_of(net), model.reductions, model.require_backward_grad_sync
 

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from allstep import TrainingArguments
@@ -42,6 +41,7 @@ def test_settings_of_recomputation_come_to_the_model(kind, settings, given):
 
 
 def test_a_model_of_transformers_recomputes_without_a_warning():
+    transformers = pytest.importorskip("transformers", reason="a model of it is prepared")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
     with warnings.catch_warnings():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from allstep._arguments.choices import OPTIMIZERS
@@ -174,6 +173,7 @@ def test_optimizers_of_libraries_get_their_settings(
 )
 def test_class_and_settings_are_those_of_transformers(optim: str, optim_args: str | None, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optim": optim, "optim_args": optim_args, "adam_beta1": 0.8, "learning_rate": 0.1}
+    transformers = pytest.importorskip("transformers", reason="compared with transformers")
     reference = transformers.Trainer.get_optimizer_cls_and_kwargs(transformers.TrainingArguments(str(tmp_path), **settings))
     assert optimizer_class_and_kwargs(TrainingArguments(str(tmp_path), **settings), nn.Linear(2, 2)) == reference
 
@@ -206,6 +206,7 @@ def test_what_does_not_fit_is_refused_in_words(
 
 
 def test_adafactor_equals_transformers_step_by_step() -> None:
+    transformers = pytest.importorskip("transformers", reason="compared with transformers")
     model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
     twin.load_state_dict(model.state_dict())
     optimizer = make_optimizer(model, TrainingArguments(optim="adafactor", learning_rate=0.1, weight_decay=0.2))
@@ -226,6 +227,7 @@ def test_adafactor_equals_transformers_step_by_step() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_what_decays_is_what_decays_in_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="compared with transformers")
     config = transformers.AutoConfig.for_model(kind)
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)

@@ -12,7 +12,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORE ?= .venv-core
-CORE_TESTS := tests/unit tests/ranks/test_trainer_equals_one_process.py
+CORE_TESTS := tests/unit tests/cli/test_program.py $(addprefix tests/ranks/test_,$(addsuffix .py,trainer_equals_one_process \
+	resume evaluation overrides accelerator logged_numbers gradients_match_reference))
 PAGES := *.md docs benchmarks/results
 # a browser fetches these when it opens a page
 FETCHED := '<(script|img|iframe|source)[^>]* src="?(https?:)?//[^ ">]*|<link [^>]*rel="?(stylesheet|pre)[^>]*href="?(https?:)?//[^ ">]*'

@@ -38,8 +38,8 @@ check: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/pymarkdown scan $(PAGES)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/pymarkdown scan -r $(PAGES)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@! grep -rnoE $(FETCHED) site --include=*.html || { echo "The site fetches what is above; it has to bring it."; exit 1; }
 	@echo "The site is in site/index.html"
 

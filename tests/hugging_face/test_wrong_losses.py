@@ -1,10 +1,18 @@
-"""Models of Hugging Face whose stock loss is a mean of its own: what is trained on and logged is the mean over the global batch.
+"""Models of Hugging Face, whose stock losses are means of many kinds, train on and log the mean over the global batch.
 
 The reference is one forward over all rows of a step, and a mean over what counts in them, written by hand: label tokens that
 are not -100, from the second of a row on for decoders, or rows. transformers' own Trainer is not held against it: with 4
 micro-batches of 2 rows, one rank and a learning rate of 0, it logged for the first step
 
-TABLE
+    classes (BERT)         4.387    where the mean over the rows is 1.097, with gradients 4 times too large
+    a number (BERT)        0.837    0.209, the same
+    tags (BERT)            6.491    1.630: 4 times the mean of the micro-batches' means
+    masked tokens (BERT)  10.944    3.649: the same
+    translations (T5)     16.701    4.154: the same
+    GPT-2                  3.493    3.692: divided by a count that has each row's first token in it; gradients 5 % too small
+    Llama                  3.726    3.726
+
+and its eval_loss in batches of 3 was 1.6366 for the tags and 4.2951 for the translations (1.6333 and 4.2768 over all tokens).
 """
 
 import copy
@@ -52,6 +60,18 @@ def vit():
     )
 
 
+class Pixels(torch.nn.Module):
+    """Says something of each pixel; 255 is left out, as the models for that are configured."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.layer = transformers.SegformerConfig(), torch.nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, pixel_values, labels=None):
+        logits, ignored = self.layer(pixel_values), self.config.semantic_loss_ignore_index
+        return {"loss": functional.cross_entropy(logits, labels, ignore_index=ignored), "logits": logits}
+
+
 class Counting(torch.nn.Module):
     """A model that divides by the count that it is given, as newer ones do."""
 
@@ -92,6 +112,14 @@ def text(index, **labels):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
 
 
+def of_a_class(index):
+    return text(index, labels=torch.tensor(index % 3))
+
+
+def of_a_number(index):
+    return text(index, labels=torch.tensor(index / 9))
+
+
 def tagged(index):
     ids, generator = words(index)
     hidden = torch.rand(len(ids), generator=generator) < (0.2, 0.9)[index % 2]
@@ -110,13 +138,20 @@ def translated(index):
 
 
 def paired(index):
-    ids, generator = words(index, 6)
+    _, generator = words(index, 6)
     options = torch.randint(5, 40, (3, 6), generator=generator)
     return {"input_ids": options, "attention_mask": torch.ones_like(options), "labels": torch.tensor(index % 3)}
 
 
 def pictured(index):
     return {"pixel_values": torch.randn(3, 8, 8, generator=words(index)[1]), "labels": torch.tensor(index % 3)}
+
+
+def coloured(index):
+    generator = words(index)[1]
+    left_out = torch.rand(8, 8, generator=generator) < (0.1, 0.8)[index % 2]
+    colours = torch.randint(3, (8, 8), generator=generator)
+    return {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": torch.where(left_out, 255, colours)}
 
 
 def several(index):
@@ -178,6 +213,10 @@ def of_rows(logits, batch):
     return functional.cross_entropy(logits, batch["labels"])
 
 
+def of_pixels(logits, batch):
+    return functional.cross_entropy(logits, batch["labels"], ignore_index=255)
+
+
 def squared(logits, batch):
     return (logits.squeeze(1) - batch["labels"]).square().mean()
 
@@ -193,8 +232,8 @@ def of_spans(logits, batch):
 
 
 KINDS = {
-    "classes": (lambda: bert("SequenceClassification", num_labels=3), lambda i: text(i, labels=torch.tensor(i % 3)), padded, of_rows),
-    "a number": (lambda: bert("SequenceClassification", num_labels=1), lambda i: text(i, labels=torch.tensor(i / 9)), padded, squared),
+    "classes": (lambda: bert("SequenceClassification", num_labels=3), of_a_class, padded, of_rows),
+    "a number": (lambda: bert("SequenceClassification", num_labels=1), of_a_number, padded, squared),
     "several classes": (lambda: bert("SequenceClassification", num_labels=4), several, padded, binary),
     "tags": (lambda: bert("TokenClassification", num_labels=5), tagged, padded, of_tokens),
     "masked tokens": (lambda: bert("MaskedLM"), text, masked, of_tokens),
@@ -204,6 +243,7 @@ KINDS = {
     "Llama": (llama, answered, padded, of_next_tokens),
     "T5": (t5, translated, padded, of_tokens),
     "pictures": (vit, pictured, padded, of_rows),
+    "pixels": (Pixels, coloured, padded, of_pixels),
     "a tuple": (lambda: bert("TokenClassification", num_labels=5, return_dict=False), tagged, padded, of_tokens),
     "a count": (Counting, only_ids, padded, of_tokens),
     "a count and a tuple": (lambda: Counting(as_tuple=True), only_ids, padded, of_tokens),
@@ -224,7 +264,7 @@ class Watch(transformers.TrainerCallback):
 
 
 def numbers_of(rank, size, kind, folder, accumulation):
-    """Largest relative differences from the reference: of logged losses, gradients, and losses of evaluations."""
+    """The largest relative difference of logged losses and gradients from the reference; eval_loss, and what it is by hand."""
     from allstep import Trainer, TrainingArguments
 
     class Recording(Trainer):
@@ -238,7 +278,7 @@ def numbers_of(rank, size, kind, folder, accumulation):
     model = make()
     args = TrainingArguments(
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, num_train_epochs=1, optim="sgd",
-        learning_rate=0.0, max_grad_norm=0.0, logging_steps=1, save_strategy="no", per_device_eval_batch_size=3,
+        learning_rate=0.0, max_grad_norm=0.0, logging_steps=1, save_strategy="no", per_device_eval_batch_size=1 + accumulation,
     )  # fmt: skip
     trainer = Recording(model, args, data_collator=collator, train_dataset=rows, eval_dataset=rows, callbacks=[watch])
     trainer.train()
@@ -263,7 +303,8 @@ def numbers_of(rank, size, kind, folder, accumulation):
             float((gradients[name] - wanted).norm() / (wanted.norm() + 0.01 * largest))
             for name, wanted in reference_gradients.items()
         ]
-    return max(differences), trainer.evaluate()["eval_loss"]
+    by_hand_of_all = None if kind == "masked tokens" else by_hand(model, padded(rows), reference)[0]
+    return max(differences), trainer.evaluate()["eval_loss"], by_hand_of_all
 
 
 def by_hand(model, batch, reference):
@@ -281,10 +322,8 @@ def by_hand(model, batch, reference):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_losses_and_gradients_are_means_over_the_global_batch(one_rank, ranks, tmp_path, kind):
-    eval_losses = set()
-    for pool in (one_rank, ranks):
-        for accumulation in (1, 4):
-            for difference, eval_loss in pool.run(numbers_of, kind, str(tmp_path), accumulation):
-                assert difference < 2e-5
-                eval_losses.add(eval_loss)
-    assert len(eval_losses) == 1
+    for accumulation in (1, 4):
+        found = [each for pool in (one_rank, ranks) for each in pool.run(numbers_of, kind, str(tmp_path), accumulation)]
+        assert max(difference for difference, _, _ in found) < 1e-4  # a wrong mean is off by hundreds of that
+        ((eval_loss, by_hand_of_all),) = {tuple(each) for _, *each in found}
+        assert by_hand_of_all is None or eval_loss == pytest.approx(by_hand_of_all, rel=2e-6)

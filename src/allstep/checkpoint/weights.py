@@ -5,6 +5,7 @@ and come back to all of them.
 """
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from allstep.checkpoint.adapters import AdapterWeights, adapter_files, adapter_keys, changes_only, has_adapters
+from allstep.checkpoint.converted import can_convert, read_converted
 from allstep.checkpoint.foreign import weights_in_python
 from allstep.checkpoint.names import clean_names, unwrapped, without_prefixes
 from allstep.checkpoint.plain_files import copied, read_plain, write_plain
@@ -55,16 +57,16 @@ def write_weights(model: nn.Module, folder: Path, by: Callable[[Path], object] |
     `by` is the user's way to write a model into a folder, in place of `save_pretrained`.
 
     A model with `save_pretrained` (transformers, diffusers, peft) also writes its own files there, so that
-    `from_pretrained` reads the folder. Where those do not hold every tensor under the model's own name (a conversion to
-    older names), `model.safetensors` is written by us all the same: a resumed run needs all of it. PEFT's adapters are
-    enough where they hold all that training changes.
+    `from_pretrained` reads the folder. Where a resumed run would not get every tensor back from those, `model.safetensors` is
+    written by us all the same. It does from tensors under the model's own names, from those of transformers' conversions, and
+    from PEFT's adapters where they hold all that training changes.
     """
     model = unwrapped(model)
     if by is None and writes_itself(model):
         by = model.save_pretrained  # type: ignore[assignment]  # callable, as it writes itself
     written = [] if by is None else write_beside(by, folder)
     tensors, extra = _state(model)
-    if not _holds_exactly(folder, tensors) and not _holds_adapters(folder, model):
+    if not _holds_model(folder, model, tensors) and not _holds_adapters(folder, model):
         for name in written:
             if name.startswith("model-") or name == INDEX_FILE:  # these would be read in place of ours
                 (folder / name).unlink()
@@ -141,6 +143,8 @@ def restore_weights(model: nn.Module, values: Mapping[str, Any], source: Path) -
     if isinstance(values, AdapterWeights):
         values, by_name = _adapters_of(model, own, values, by_name, source)
     values, added = without_prefixes(values, by_name)
+    if any(name not in by_name for name in values) and (converted := read_converted(model, source)) is not None:
+        values = converted
     first = _first_names(own)
     chosen: dict[str, Any] = {}  # what each tensor of the model, under its first name, is set to
     problems = [_listed("The model has no", [name for name in values if name not in by_name], " which the files hold")]
@@ -208,16 +212,18 @@ def _write_extra(extra: Mapping[str, Any], folder: Path) -> list[str]:
     return [EXTRA_STATE_FILE] if extra else []
 
 
-def _holds_exactly(folder: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the weight files in `folder` hold each of `tensors` under one of its names, and nothing else."""
+def _holds_model(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the weight files in `folder` hold each of `tensors`, and nothing else: by one of its names, or converted."""
     if not (folder / WEIGHTS_FILE).exists() and not (folder / INDEX_FILE).exists():
         return False
-    found: set[str] = set()
+    found: dict[str, int] = {}
     for name in _weight_files(folder):
         with safe_open(folder / name, framework="pt") as file:
-            found |= set(file.keys())
+            found |= {key: math.prod(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
     first = _first_names(tensors)
-    return found <= set(tensors) and {first[name] for name in found} == set(first.values())
+    if found.keys() <= tensors.keys():
+        return {first[name] for name in found} == set(first.values())
+    return can_convert(model, {name: tensors[name] for name in first.values()}, sum(found.values()))
 
 
 def _holds_adapters(folder: Path, model: nn.Module) -> bool:

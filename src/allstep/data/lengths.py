@@ -5,7 +5,7 @@ from typing import Any
 
 from allstep.errors import DataError
 
-__all__ = ["lengths_of"]
+__all__ = ["has_transform", "lengths_of"]
 
 _INPUTS = ("input_ids", "input_values", "input_features")
 """Columns whose lengths are those of samples, where a tokenizer or processor does not say otherwise."""
@@ -22,7 +22,8 @@ def lengths_of(dataset: Any, column: str, processing_class: Any = None) -> Seque
     Raises:
         DataError: samples have neither.
     """
-    if column in (getattr(dataset, "column_names", None) or ()):
+    columns = () if has_transform(dataset) else getattr(dataset, "column_names", None) or ()  # it takes whole samples
+    if column in columns:
         return [int(length) for length in dataset[column]]
     first = dataset[0]
     if isinstance(first, Mapping) and column in first:
@@ -35,6 +36,12 @@ def lengths_of(dataset: Any, column: str, processing_class: Any = None) -> Seque
             f"train_sampling_strategy needs the lengths of samples: found {found}; expected {column!r} (length_column_name) or "
             f"one of {', '.join(dict.fromkeys(names))}. Add such a column, or override Trainer._get_train_sampler."
         )
-    if name in (getattr(dataset, "column_names", None) or ()):
+    if name in columns:
         return [len(each) for each in dataset[name]]
     return [len(dataset[index][name]) for index in range(len(dataset))]
+
+
+def has_transform(dataset: Any) -> bool:
+    """Whether `dataset` is a `datasets.Dataset` whose samples are made by a function (`set_transform`), from any columns."""
+    given = getattr(dataset, "format", None)
+    return isinstance(given, Mapping) and given.get("type") == "custom"

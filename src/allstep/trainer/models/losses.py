@@ -85,6 +85,8 @@ class LossFacts:
     """Names of inputs that are labels."""
     shifted: bool = False
     """Whether the first label of every row counts nowhere (see `shifts_labels`)."""
+    ignored_pixel: int = IGNORED
+    """The label of pixels that a loss leaves out."""
     counted: bool = False
     """Whether forward has a parameter `num_items_in_batch`."""
     own_weight: Callable[[Any], Any] | None = None
@@ -96,6 +98,7 @@ class LossFacts:
         return cls(
             label_names=label_names_of(model, label_names),
             shifted=shifts_labels(model),
+            ignored_pixel=getattr(getattr(inner_model(model), "config", None), "semantic_loss_ignore_index", IGNORED),
             counted="num_items_in_batch" in inspect.signature(inner_model(model).forward).parameters,
             own_weight=own_weight,
         )
@@ -108,7 +111,7 @@ class LossFacts:
         """
         if self.own_weight is not None:
             return _own_weight(self.own_weight, inputs)
-        return weight_of(inputs, self.label_names, self.shifted)
+        return weight_of(inputs, self.label_names, self.shifted, self.ignored_pixel)
 
 
 def _own_weight(function: Callable[[Any], Any], inputs: Any) -> int | float:
@@ -123,8 +126,8 @@ def _own_weight(function: Callable[[Any], Any], inputs: Any) -> int | float:
     )
 
 
-def weight_of(inputs: Any, label_names: Sequence[str], shifted: bool = False) -> int:
-    """What the mean loss of a micro-batch was taken over: labels that count, token by token, else samples.
+def weight_of(inputs: Any, label_names: Sequence[str], shifted: bool = False, ignored_pixel: int = IGNORED) -> int:
+    """What the mean loss of a micro-batch was taken over: labels that count, token by token or pixel by pixel, else samples.
 
     With `shifted`, tokens are counted from the second of each row on, or in "shift_labels" where the inputs have them.
     """
@@ -135,18 +138,18 @@ def weight_of(inputs: Any, label_names: Sequence[str], shifted: bool = False) ->
         labels = [each for each in named if isinstance(each, torch.Tensor) and each.dim() and not each.is_floating_point()]
         tokens = next((each for each in labels if each.dim() > 1), None)  # those of tokens before those of samples
         if tokens is not None:
-            return _counted(tokens[..., 1:] if shifted else tokens)
+            return _counted(tokens[..., 1:] if shifted else tokens, IGNORED if tokens.dim() == 2 else ignored_pixel)
         if labels:
             return _counted(labels[0])
     size = size_of(inputs)
     return 1 if size is None else size
 
 
-def _counted(labels: torch.Tensor) -> int:
+def _counted(labels: torch.Tensor, ignored: int = IGNORED) -> int:
     """How many of `labels` are not to be left out."""
     if labels.numel() <= FEW and labels.device.type == "cpu":  # two kernels take longer than counting a short list
-        return labels.numel() - labels.flatten().tolist().count(IGNORED)
-    return int((labels != IGNORED).sum())
+        return labels.numel() - labels.flatten().tolist().count(ignored)
+    return int((labels != ignored).sum())
 
 
 def inner_model(model: Any) -> Any:

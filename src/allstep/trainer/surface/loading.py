@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from allstep.data.dataloaders import RankDataLoader, Source, source_of
-from allstep.data.lengths import lengths_of
+from allstep.data.lengths import has_transform, lengths_of
 from allstep.data.loader import check_map_style
 from allstep.data.order import BalancedOrder, LengthGroupedOrder, SequentialOrder, ShuffledOrder
 from allstep.data.streams import is_stream
@@ -93,11 +93,23 @@ class LoadingTrainer(ComputingTrainer):
             return len(dataloader) * self.args.per_device_train_batch_size
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """A `datasets.Dataset` without the columns that the model does not take; anything else as it is."""
-        columns = self._columns()
-        if columns is None or not hasattr(dataset, "remove_columns") or not getattr(dataset, "column_names", None):
+        """A `datasets.Dataset` without the columns that the model does not take, which are then not even read.
+
+        Anything else as it is: of what a transform makes, columns are left out afterwards.
+
+        Raises:
+            DataError: no column is left.
+        """
+        columns, names = self._columns(), getattr(dataset, "column_names", None)
+        if columns is None or not hasattr(dataset, "remove_columns") or not names or has_transform(dataset):
             return dataset
-        unused = [name for name in dataset.column_names if name not in columns]
+        unused = [name for name in names if name not in columns]
+        if len(unused) == len(names):
+            raise DataError(
+                f"The dataset has the columns {', '.join(names)}, and the forward of {type(self.model).__name__} takes none of "
+                f"them: expected some of {', '.join(sorted(columns))}. Tokenize the dataset first, or rename its columns; if a "
+                f"data_collator makes the inputs, write remove_unused_columns=False."
+            )
         return dataset.remove_columns(unused) if unused else dataset
 
     def _get_collator_with_removed_columns(
@@ -114,6 +126,7 @@ class LoadingTrainer(ComputingTrainer):
         if not is_stream(dataset):
             check_map_style(dataset)
             parts["sampler"] = sampler_of(dataset) if _takes_one(sampler_of) else sampler_of()
+            dataset = self._remove_unused_columns(dataset)
         workers = args.dataloader_num_workers
         return RankDataLoader(
             dataset,

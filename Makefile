@@ -12,7 +12,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORE ?= .venv-core
-CORE_TESTS := tests/unit tests/ranks/test_trainer_equals_one_process.py
+CORE_TESTS := tests/unit tests/cli/test_program.py $(addprefix tests/ranks/test_,$(addsuffix .py,trainer_equals_one_process \
+	resume evaluation overrides accelerator logged_numbers gradients_match_reference))
 PAGES := *.md docs benchmarks/results
 # a browser fetches these when it opens a page
 FETCHED := '<(script|img|iframe|source)[^>]* src="?(https?:)?//[^ ">]*|<link [^>]*rel="?(stylesheet|pre)[^>]*href="?(https?:)?//[^ ">]*'
@@ -37,8 +38,8 @@ check: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/pymarkdown scan $(PAGES)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/pymarkdown scan -r $(PAGES)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@! grep -rnoE $(FETCHED) site --include=*.html || { echo "The site fetches what is above; it has to bring it."; exit 1; }
 	@echo "The site is in site/index.html"
 

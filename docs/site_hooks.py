@@ -23,10 +23,11 @@ class TwoSpaces(Extension):
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (Markdown's name)
         md.tab_length = 2
+        md.build_parser()  # its parts were made with the length before
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.markdown_extensions.append(TwoSpaces())  # type: ignore[arg-type]
+    config.markdown_extensions.insert(0, TwoSpaces())  # type: ignore[call-overload]  # before those that add to the parser
     decisions = sorted(path.name for path in (REPOSITORY / "docs/decisions").glob("*.md"))
     config.nav = [*(config.nav or []), {"Reasons": [{"Decisions": [f"decisions/{name}" for name in decisions]}]}]
     return config

@@ -30,8 +30,8 @@ class Docstring(TypedDict):
 def read_docstrings(at_most: int | None = None) -> tuple[list[Docstring], list[Docstring]]:
     """(to train on, to test with): all docstrings, or `at_most` of each package; of each package one in five is for the test.
 
-    A text is the first paragraph of a docstring. The names of the packages are masked wherever they stand, also within longer
-    words. Texts of the same words count as one, and are left out where they stand in several packages: none is in both lists.
+    The names of the packages are masked wherever they stand, also within longer words. Texts of the same words count as one,
+    and are left out where they stand in several packages: none is in both lists.
     """
     found: dict[str, dict[int, str]] = {}  # the words of a text → the packages that it stands in, and how it reads there
     for label, package in enumerate(PACKAGES):
@@ -71,8 +71,7 @@ def _docstrings_of(package: str) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                paragraph, _, _ = (ast.get_docstring(node) or "").partition("\n\n")
-                yield " ".join(paragraph.split())
+                yield " ".join((ast.get_docstring(node) or "").split())
 
 
 def most_frequent(training: list[Docstring], test: list[Docstring]) -> list[int]:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from allstep import ArgumentParser, Trainer, TrainingArguments
 
-TOKENS = 48  # of a text that the model reads; the rest of a longer one is cut off
+TOKENS = 64  # of a text that the model reads; the rest of a longer one is cut off
 
 
 @dataclass
@@ -80,8 +80,8 @@ def draw(confused: np.ndarray, path: Path) -> None:
 def main() -> None:
     parser = ArgumentParser(ExampleArguments, TrainingArguments)
     parser.set_defaults(
-        output_dir="outputs/finetune_minilm", num_train_epochs=4, per_device_train_batch_size=16, global_batch_size=32,
-        per_device_eval_batch_size=32, learning_rate=2e-4, warmup_steps=0.1, weight_decay=0.01, logging_steps=20,
+        output_dir="outputs/finetune_minilm", num_train_epochs=4, per_device_train_batch_size=8, global_batch_size=16,
+        per_device_eval_batch_size=32, learning_rate=2e-4, warmup_steps=0.1, weight_decay=0.01, logging_steps=50,
         train_sampling_strategy="group_by_length", eval_strategy="epoch", save_strategy="epoch", save_total_limit=1,
     )  # fmt: skip
     example, args = parser.parse_args_into_dataclasses()

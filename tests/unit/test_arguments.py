@@ -400,6 +400,7 @@ def test_json_that_is_no_object_or_has_unknown_names_is_refused(tmp_path: Path) 
 
 
 def test_yaml_is_read_by_the_rules_of_yaml_1_2(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="reads YAML")
     text = "learning_rate: 5e-5\neval_strategy: no\nbf16: true\nmax_steps: 10\nlr_scheduler_kwargs: {num_cycles: 2}\n"
     expected = TrainingArguments(learning_rate=5e-5, bf16=True, max_steps=10, lr_scheduler_kwargs={"num_cycles": 2})
     path = tmp_path / "arguments.yaml"

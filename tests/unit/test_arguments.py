@@ -525,6 +525,14 @@ def test_an_earlier_name_says_what_it_said(old: dict[str, Any], new: dict[str, A
     }
 
 
+def test_every_earlier_name_can_be_read_and_says_what_it_said_by_default() -> None:
+    args = TrainingArguments(group_by_length=True)  # type: ignore[call-arg]
+    read = {name: getattr(args, name) for name in OLD_NAMES}
+    assert read["group_by_length"] is True
+    assert (read["past_index"], read["tpu_num_cores"], read["use_legacy_prediction_loop"]) == (-1, None, False)
+    assert all(OLD_NAMES[name].accepts(value) for name, value in read.items())
+
+
 def test_an_earlier_name_warns_once_at_the_line_of_the_script() -> None:
     class Further(MyArguments):
         def __init__(self) -> None:

@@ -179,4 +179,6 @@ def test_generators_and_mode_are_given_back_also_after_an_error():
 def test_what_compute_metrics_gets_unpacks_as_people_write_it():
     predictions, labels = EvalPrediction([1], [2])
     assert (predictions, labels) == ([1], [2])
+    both = EvalPrediction([1], [2], losses=[4])
+    assert (both[0], both[1], both[-1]) == ([1], [2], [4])
     assert list(EvalPrediction([1], [2], inputs=[3], losses=[4])) == [[1], [2], [3], [4]]

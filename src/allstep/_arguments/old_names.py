@@ -57,9 +57,10 @@ def _dropped(advice: str, usual: Any, kind: Any = bool | None) -> OldName:
     return OldName(f"{advice}; leave it out", None, kind, lambda args: usual)
 
 
-def _gone(advice: str, *harmless: Any, kind: Any = bool | None) -> OldName:
-    """A name that cannot be followed, unless its value asks for nothing."""
-    return OldName(advice, None, kind, accepts=lambda value: value in (None, False, "", *harmless), expected="nothing")
+def _gone(advice: str, usual: Any = False, kind: Any = bool | None) -> OldName:
+    """A name that cannot be followed, unless its value asks for nothing; `usual` is how it said that."""
+    accepted = (None, False, "", usual)
+    return OldName(advice, None, kind, lambda args: usual, lambda value: value in accepted, "nothing")
 
 
 _OTHER_ENGINE = "every rank holds the whole model here; leave it out"
@@ -99,15 +100,15 @@ OLD_NAMES: Mapping[str, OldName] = {
     "half_precision_backend": _dropped(_PRECISION, "auto", str | None),
     "fp16_backend": _dropped(_PRECISION, "auto", str | None),
     "fp16_opt_level": _dropped(_PRECISION, "O1", str | None),
-    "dispatch_batches": _gone("every rank reads its own part of the data; leave it out"),
+    "dispatch_batches": _gone("every rank reads its own part of the data; leave it out", None),
     "split_batches": _gone("write global_batch_size, the samples of a step on all ranks"),
-    "sharded_ddp": _gone(_OTHER_ENGINE, [], kind=str | None),
-    "fsdp_min_num_params": _gone(_OTHER_ENGINE, 0, kind=int | None),
-    "fsdp_transformer_layer_cls_to_wrap": _gone(_OTHER_ENGINE, kind=str | None),
-    "mp_parameters": _gone(_OTHER_ENGINE, kind=str | None),
-    "tpu_num_cores": _gone("TPUs are not supported; leave it out", kind=int | None),
+    "sharded_ddp": _gone(_OTHER_ENGINE, [], str | None),
+    "fsdp_min_num_params": _gone(_OTHER_ENGINE, 0, int | None),
+    "fsdp_transformer_layer_cls_to_wrap": _gone(_OTHER_ENGINE, None, str | None),
+    "mp_parameters": _gone(_OTHER_ENGINE, "", str | None),
+    "tpu_num_cores": _gone("TPUs are not supported; leave it out", None, int | None),
     "tpu_metrics_debug": _gone("TPUs are not supported; leave it out"),
-    "past_index": _gone("nothing is carried from batch to batch; leave it out", -1, kind=int | None),
+    "past_index": _gone("nothing is carried from batch to batch; leave it out", -1, int | None),
     "ray_scope": _dropped("searches of hyperparameters are not part of this package", "last", str | None),
     "use_ipex": _gone("call ipex.optimize on the model in the script instead"),
     "jit_mode_eval": _gone("write torch_compile=True"),

@@ -55,6 +55,9 @@ class EvalPrediction:
         yield self.label_ids
         yield from (extra for extra in (self.inputs, self.losses) if extra is not None)
 
+    def __getitem__(self, at: int) -> Any:
+        return tuple(self)[at]
+
 
 class PredictionOutput(NamedTuple):
     """What `Trainer.predict` returns, on every rank."""

@@ -56,10 +56,9 @@ class TrainingArguments(SettableArguments, metaclass=ArgumentsMeta):
             warn(notice, UserWarning)
 
     def __getattr__(self, name: str) -> Any:
-        read = OLD_NAMES[name].read if name in OLD_NAMES else None
-        if read is None:
+        if name not in OLD_NAMES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return read(self)
+        return OLD_NAMES[name].read(self)
 
     # ---- derived: sizes, times, steps
 

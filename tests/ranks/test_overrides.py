@@ -372,10 +372,10 @@ class OwnSaveModel(Trainer):
 
 
 class OwnCheckpoint(Trainer):
-    def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
+    def _save_checkpoint(self, model, trial, metrics=None):
+        super()._save_checkpoint(model, trial, metrics)
         if self.is_world_process_zero():
-            (Path(self.args.output_dir) / f"saved-{self.state.global_step}").write_text(type(model).__name__)
+            (Path(self._get_output_dir(trial=trial)) / f"saved-{self.state.global_step}").write_text(type(model).__name__)
 
 
 class OnlyOwnCheckpoint(Trainer):

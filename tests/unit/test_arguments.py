@@ -526,7 +526,7 @@ def test_an_earlier_name_says_what_it_said(old: dict[str, Any], new: dict[str, A
 
 
 def test_every_earlier_name_can_be_read_and_says_what_it_said_by_default() -> None:
-    args = TrainingArguments(group_by_length=True)  # type: ignore[call-arg]
+    args = TrainingArguments(train_sampling_strategy="group_by_length")
     read = {name: getattr(args, name) for name in OLD_NAMES}
     assert read["group_by_length"] is True
     assert (read["past_index"], read["tpu_num_cores"], read["use_legacy_prediction_loop"]) == (-1, None, False)
@@ -590,7 +590,6 @@ def test_earlier_names_can_be_read() -> None:
     args = TrainingArguments("out", eval_strategy="epoch", warmup_steps=0.1)
     assert (args.overwrite_output_dir, args.logging_dir, args.evaluation_strategy) == (False, "out/runs", "epoch")
     assert (args.no_cuda, args.warmup_ratio, args.group_by_length, args.save_safetensors) == (False, 0.1, False, True)
-    assert not hasattr(args, "sharded_ddp")
     assert not hasattr(args, "no_such_name")
     assert copy.deepcopy(args) == args
 

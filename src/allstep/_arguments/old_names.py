@@ -32,7 +32,7 @@ class OldName:
     """Value → the arguments that say the same today, none for the usual value. None: nothing looks at it any more."""
     kind: Any = bool | None
     """Annotation by which a command line reads it."""
-    read: Callable[[Any], Any] | None = None
+    read: Callable[[Any], Any] = lambda args: None
     """Arguments → what the old name reads as, where scripts read it and were not given it."""
     accepts: Callable[[Any], bool] = lambda value: True
     """Whether a value can be followed; others are refused with the advice."""

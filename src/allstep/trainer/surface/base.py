@@ -1,6 +1,7 @@
 """What a Trainer is made of, before it trains or evaluates: its parts, its callbacks, what it logs."""
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ class TrainerBase:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[[], nn.Module] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
         compute_metrics: Callable[..., dict[str, float]] | MetricState | Mapping[str, MetricState] | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
@@ -237,7 +238,9 @@ def check_constructor(
         raise TypeError("tokenizer is the older name of processing_class; give one of them.")
 
 
-def made(model_init: Callable[[], nn.Module] | None) -> nn.Module:
-    """A new model, without the wrappers that it may come in."""
+def made(model_init: Callable[..., nn.Module] | None) -> nn.Module:
+    """A new model, without the wrappers that it may come in. A function for searches of hyper-parameters gets None for a trial."""
     assert model_init is not None
-    return bare(model_init())
+    parameters = inspect.signature(model_init).parameters.values()
+    takes_trial = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    return bare(model_init(None) if takes_trial else model_init())

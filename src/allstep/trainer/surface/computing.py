@@ -80,6 +80,10 @@ class ComputingTrainer(TrainerBase):
         """Anything with tensors in it, on the device."""
         return to_device(data, self.device)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
+        """Another model, such as a teacher, on a device."""
+        model.to(device)
+
     def compute_loss_context_manager(self) -> AbstractContextManager[object]:
         """What `compute_loss` runs in."""
         return self.autocast_smart_context_manager()

@@ -60,16 +60,21 @@ class KeepingTrainer(TrainerBase):
         if writes_itself(self.processing_class):
             write_pretrained(self.processing_class, folder)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None, metrics: Any = None) -> None:
         """Collective. Write a checkpoint of where the run stands; override to write more, or something else.
 
         Args:
             model: the model, wrapped.
             trial: None; there is no search of hyper-parameters here.
+            metrics: None; overrides from older scripts hand it on.
         """
         assert self.last_run is not None
         assert self._saver is not None
         loop.save(self.last_run, self._saver)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """The folder that checkpoints lie in."""
+        return str(self._output_dir)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`, on rank 0."""

@@ -168,6 +168,20 @@ def rows():
     ]
 
 
+def predicted(rank, size, folder):
+    """Shapes of what is predicted: logits alone, without the keys and values that a decoder keeps."""
+    from allstep import Trainer, TrainingArguments
+
+    return [
+        Trainer(make(), TrainingArguments(folder)).predict(rows()[:3]).predictions.shape
+        for make in (gpt2, lora, lambda: prompted(peft.PrefixTuningConfig))
+    ]
+
+
+def test_what_is_predicted_are_logits(one_rank, tmp_path):
+    assert one_rank.run(predicted, str(tmp_path)) == [[(3, 6, 40)] * 3]
+
+
 def train(rank, size, folder, make, settings, resume=None, whose="ours"):
     import allstep
 

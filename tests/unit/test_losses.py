@@ -74,6 +74,13 @@ def test_label_tokens_that_count_are_the_weight():
     assert weight_of({"labels": torch.full((2, 3), -100)}, ["labels"]) == 0
 
 
+def test_pixels_have_a_label_of_their_own_that_is_ignored():
+    pixels = torch.tensor([[[1, 255], [-100, 0]]])
+    assert weight_of({"labels": pixels}, ["labels"], ignored_pixel=255) == 3
+    assert weight_of({"labels": pixels[0]}, ["labels"], ignored_pixel=255) == 3, "tokens"
+    assert weight_of({"labels": pixels}, ["labels"]) == 3
+
+
 def test_class_labels_that_are_ignored_do_not_count():
     """A mean over the others is what cross_entropy gives; where all are ignored it is 0/0."""
     assert weight_of({"x": torch.zeros(4, 2), "labels": torch.tensor([1, -100, 0, -100])}, ["labels"]) == 2

@@ -18,6 +18,9 @@ from allstep.trainer.surface.loading import LoadingTrainer
 
 __all__ = ["EvaluatingTrainer"]
 
+_CACHES = ("cache", "past_key_values")
+"""What transformers' models call the keys and values that they keep to generate the next token, now and earlier."""
+
 
 class EvaluatingTrainer(LoadingTrainer):
     """Evaluates and predicts. See `Trainer` for the arguments."""
@@ -176,5 +179,6 @@ class EvaluatingTrainer(LoadingTrainer):
 
     @property
     def _keys_to_ignore(self) -> list[str]:
-        """Outputs that the model's configuration says are for inference only, such as past key values."""
-        return list(getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or ())
+        """Outputs that the model's configuration says are for inference only; caches, where it says nothing."""
+        config = getattr(self.model, "config", None)
+        return [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", _CACHES) or ())

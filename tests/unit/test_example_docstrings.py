@@ -28,6 +28,14 @@ def test_no_words_stand_twice_and_so_none_in_both_lists(docstrings, lists):
     assert len(set(texts)) == len(texts)
 
 
+def test_words_that_stand_in_two_packages_are_left_out(docstrings, monkeypatch):
+    own = {name: [f"This one stands in {letter} alone" for letter in "abcdefghij"] for name in docstrings.PACKAGES[:1]}
+    everywhere = ["This text stands everywhere.", "This one is twice, here", "This one IS: twice (here)", "Too short a text"]
+    monkeypatch.setattr(docstrings, "_docstrings_of", lambda package: own.get(package, []) + everywhere)
+    training, test = docstrings.read_docstrings()
+    assert sorted(row["text"] for row in training + test) == next(iter(own.values()))
+
+
 def test_no_text_names_a_package(docstrings, lists):
     for row in (*lists[0], *lists[1]):
         assert not [name for name in docstrings.PACKAGES if name in row["text"].lower()], row

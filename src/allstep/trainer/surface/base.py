@@ -239,7 +239,7 @@ def check_constructor(
 
 
 def made(model_init: Callable[..., nn.Module] | None) -> nn.Module:
-    """A new model, without the wrappers that it may come in; a function made for searches gets None for a trial."""
+    """A new model, without the wrappers that it may come in; a function that takes a trial gets None for it."""
     assert model_init is not None
     parameters = inspect.signature(model_init).parameters.values()
     takes_trial = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)

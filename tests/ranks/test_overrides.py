@@ -508,3 +508,58 @@ def test_constructor_refuses_what_does_not_fit(tmp_path):
         Trainer(RegressionNet(), args, tokenizer=tokenizer, processing_class=object())
     with pytest.raises(TypeError, match="search of hyper-parameters"):
         trainer.train(trial={"lr": 1})
+
+
+# ---- user code that talks to the other ranks
+
+
+class Gathers(Trainer):
+    """As trainers do that log what all ranks computed."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.args.batch_eval_metrics:
+            self.compute_metrics = lambda prediction, compute_result: {}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.accelerator.gather_for_metrics(inputs["x"].sum())
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class GathersInStep(Gathers):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.accelerator.wait_for_everyone()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self.accelerator.wait_for_everyone()
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+class GathersRaw(Raw):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.accelerator.wait_for_everyone()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+KINDS |= {kind.__name__: kind for kind in (Gathers, GathersInStep, GathersRaw)}
+UNEVEN = {
+    "dataset": Regression(13), "accumulation": 2, "ddp_timeout": 20, "eval_strategy": "epoch", "per_device_eval_batch_size": 3,
+}  # fmt: skip
+"""Steps of 6, 6 and 1 samples, evaluations of 3, 3 and 1: one rank has less to do."""
+
+
+@pytest.mark.parametrize("kind", ["Gathers", "GathersInStep"])
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_what_talks_to_other_ranks_is_called_as_often_on_each_and_nothing_else_changes(ranks, tmp_path, kind, by_batch):
+    settings = UNEVEN | {"batch_eval_metrics": by_batch}
+    plain, _ = on_both(ranks, tmp_path / "plain", "Trainer", **settings)
+    alone, together = on_both(ranks, tmp_path / "own", kind, **settings)
+    assert alone["digest"] == together[0]["digest"] == plain["digest"]
+    assert alone["losses"] == together[0]["losses"] == plain["losses"]
+
+
+def test_a_backward_of_ones_own_on_a_rank_without_samples_counts_nothing(ranks, tmp_path):
+    _, plain = on_both(ranks, tmp_path / "plain", "Raw", **UNEVEN)
+    _, together = on_both(ranks, tmp_path / "own", "GathersRaw", **UNEVEN)
+    assert together[0]["digest"] == plain[0]["digest"]

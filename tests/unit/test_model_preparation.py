@@ -9,6 +9,7 @@ from torch import nn
 from allstep import TrainingArguments
 from allstep.errors import ArgumentsError
 from allstep.trainer.models.prepare import prepare_model
+from allstep.trainer.surface.base import made
 
 CPU = torch.device("cpu")
 
@@ -62,3 +63,8 @@ def test_a_model_is_compiled_in_place_and_only_where_it_is_asked_for():
     assert prepare_model(model, TrainingArguments(torch_compile_backend="eager"), CPU) is model
     assert model._compiled_call_impl is not None
     assert list(model.state_dict()) == ["weight", "bias"]
+
+
+def test_a_model_is_made_by_functions_with_and_without_a_trial():
+    model = nn.Linear(1, 1)
+    assert made(lambda: model) is made(lambda trial: model) is made(lambda size=3, **more: model) is model

@@ -19,7 +19,7 @@ from allstep.data.order import Order, SequentialOrder
 from allstep.data.position import DataPosition
 from allstep.errors import DataError
 
-__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_picks", "no_step_remains", "training_picks"]
+__all__ = ["Grid", "MicroBatch", "Pick", "evaluation_batches", "evaluation_picks", "no_step_remains", "training_picks"]
 
 
 class MicroBatch(NamedTuple):
@@ -120,6 +120,11 @@ def training_picks(grid: Grid, position: DataPosition, steps: int, rank: int, si
         position = position.advanced(grid.steps_per_epoch)
 
 
+def evaluation_batches(samples: int, batch_size: int, *, drop_last: bool = False) -> int:
+    """Batches of an evaluation, on all ranks."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
 def evaluation_picks(
     samples: int, batch_size: int, rank: int, size: int, order: Order | None = None, *, drop_last: bool = False
 ) -> Iterator[Pick]:
@@ -128,7 +133,7 @@ def evaluation_picks(
     `order` is another order than the dataset's; `drop_last` leaves out what fills no batch.
     """
     order = SequentialOrder(samples) if order is None else order
-    batches = samples // batch_size if drop_last else -(-samples // batch_size)
+    batches = evaluation_batches(samples, batch_size, drop_last=drop_last)
     for number in range(batches * rank // size, batches * (rank + 1) // size):
         start, stop = number * batch_size, min(samples, (number + 1) * batch_size)
         place = MicroBatch(epoch=0, step=0, number=number, start=start, stop=stop)

@@ -94,6 +94,8 @@ class Run:
     """Forward and backward of a micro-batch, given the wrapped model, inputs, their weight, and what goes backward."""
     has_own_step: bool = False
     """Whether the training step is the user's, which may go backward as often as it likes."""
+    has_own_parts: bool = False
+    """Whether any part of it is the user's, which may talk to the other ranks."""
     meter: Meter
     deciding_events: frozenset[str] = frozenset()
     """Events behind which the ranks have to agree on what callbacks wish; see `trainer/decisions.py`."""

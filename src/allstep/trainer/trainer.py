@@ -203,6 +203,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
             compute_loss=self._counted_loss,
             training_step=self._step_of,
             has_own_step=self._has_own_step,
+            has_own_parts=self._has_own_parts,
             meter=make_meter(
                 args,
                 model,

@@ -7,12 +7,12 @@ from contextlib import nullcontext, suppress
 import torch
 
 from allstep.comm.watchdog import HERE
-from allstep.data.grid import MicroBatch
+from allstep.data.grid import Grid, MicroBatch
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, seed_generators
 from allstep.ddp.tree import TreeSum
 from allstep.errors import AllstepError, CollectiveError, RankFailedError
-from allstep.trainer.optimization.gradients import backward
+from allstep.trainer.optimization.gradients import backward, drop_gradients
 from allstep.trainer.run import Run
 
 __all__ = ["reduce_gradients"]
@@ -33,6 +33,7 @@ def reduce_gradients(run: Run, window: Sequence[MicroBatch]) -> list[tuple[Micro
         weight, losses = 0.0, TreeSum(torch.add)
         reduced = is_raw = False
         first = run.communicator.rank * (run.grid.micro_batches_per_step // run.communicator.size)
+        _call_as_often_as_others(run, len(window))
         for micro_batch in window:
             place, HERE.micro_batch = micro_batch, micro_batch.number
             HERE.enter("data")
@@ -117,6 +118,22 @@ class _Turn:
         if ledger is not None:
             ledger.note(feed.micro_batch.number, feed.sample_ids, weight, loss, feed.inputs)
         self._losses.put(feed.micro_batch.number, loss.float() * weight)
+
+
+def _call_as_often_as_others(run: Run, own: int) -> None:
+    """Where other ranks have more than the `own` micro-batches of this one, call what the user overrode as often as they do.
+
+    It may talk to the other ranks (`accelerator.gather`), which would wait for this one for ever. Nothing of it counts: a
+    micro-batch of rank 0, which has the most, goes forward once more (test_overrides.py).
+    """
+    if run.communicator.size == 1 or not run.has_own_parts or not isinstance(run.grid, Grid):
+        return
+    for micro_batch in run.grid.window(run.position.epoch, run.position.step, 0, run.communicator.size)[own:]:
+        HERE.enter("forward")
+        feed = run.feeds.again(micro_batch)
+        with run.model.no_sync():
+            run.training_step(run.model, feed.inputs, run.weigh(feed.inputs), lambda loss: None)
+        drop_gradients(run.optimizer)  # of a loss.backward()
 
 
 def _tell_others(run: Run, error: Exception, place: MicroBatch | None) -> None:

@@ -18,6 +18,7 @@ from allstep.comm.agreement import failing_together
 from allstep.comm.communicator import Communicator
 from allstep.data.collate import size_of
 from allstep.data.dataloaders import Source
+from allstep.data.grid import evaluation_batches, evaluation_picks
 from allstep.data.loader import Feed
 from allstep.data.seeding import mixed, preserved_generators, seed_generators
 from allstep.data.stream_loader import StreamLoader
@@ -33,8 +34,10 @@ __all__ = [
     "Prediction",
     "PredictionOutput",
     "Rounds",
+    "Spare",
     "evaluate",
     "feeds_of",
+    "spare_of",
 ]
 
 UNREAD = 64
@@ -110,12 +113,29 @@ class Rounds(NamedTuple):
     """Called on every rank with every batch, and with whether it is the last."""
 
 
+class Spare(NamedTuple):
+    """A batch that counts nowhere, for ranks that have fewer than others: user code may talk to the other ranks in each."""
+
+    most: int
+    """Batches of the rank that has most."""
+    fetch: Callable[[], Feed]
+
+
 def feeds_of(source: Source, seed: int, communicator: Communicator, *, in_turns: bool) -> Iterator[Feed]:
     """The batches of `source` that this rank evaluates; with `in_turns`, each N-th."""
     loader, rank, size = source.loader(seed), communicator.rank, communicator.size
     if isinstance(loader, StreamLoader):
         return loader.evaluation(source.batch_size, rank, size)
     return loader.evaluation(source.batch_size, rank, size, in_turns=in_turns, order=source.order, drop_last=source.drop_last)
+
+
+def spare_of(source: Source, seed: int, communicator: Communicator) -> Spare | None:
+    """What ranks run where others have more batches of `source`; None where there is one rank, and for streams."""
+    loader, order = source.loader(seed), source.order
+    if communicator.size == 1 or order is None or isinstance(loader, StreamLoader):
+        return None
+    most = -(-evaluation_batches(len(order), source.batch_size, drop_last=source.drop_last) // communicator.size)
+    return Spare(most, lambda: loader.fetch(next(evaluation_picks(len(order), source.batch_size, 0, 1, order))))
 
 
 def evaluate(
@@ -131,6 +151,7 @@ def evaluate(
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     on_batch: Callable[[Prediction], None] = lambda said: None,
     rounds: Rounds | None = None,
+    spare: Spare | None = None,
     rows_by_inputs: bool = False,
     main_input: str = "input_ids",
     concatenates: bool = True,
@@ -147,6 +168,7 @@ def evaluate(
         forward_context: entered around every `predict`.
         on_batch: called after each batch of this rank.
         rounds: where every rank is to see every batch.
+        spare: what a rank computes besides, so that all call `predict` as often; None where they need not.
         rows_by_inputs: a feed's inputs tell how many samples they are, not its sample ids.
         main_input: name of the one that is kept where inputs are; all of them where there is none of that name.
         concatenates: give one array of all rows; else a list with those of each batch.
@@ -168,6 +190,11 @@ def evaluate(
         has_main = isinstance(feed.inputs, Mapping) and main_input in feed.inputs
         return _parts(said, feed.inputs[main_input] if has_main else feed.inputs, samples)
 
+    def run_spare() -> None:
+        if spare is not None and len(rows.batches) < spare.most:
+            with forward_context():
+                predict(spare.fetch().inputs)
+
     send_buffers(communicator, model)  # or each rank would evaluate with batch statistics of its own
     was_training = model.training
     model.eval()
@@ -177,8 +204,9 @@ def evaluate(
                 with failing_together(communicator, "evaluating"):
                     for feed in feeds:
                         rows.keep_parts(run(feed))
+                    run_spare()
             else:
-                _go_in_rounds(iter(feeds), run, rounds, communicator, device)
+                _go_in_rounds(iter(feeds), run, rounds, communicator, device, run_spare)
     finally:
         model.train(was_training)
     return _merged(rows, communicator, device, concatenates)
@@ -263,6 +291,7 @@ def _go_in_rounds(
     rounds: Rounds,
     communicator: Communicator,
     device: torch.device,
+    run_spare: Callable[[], None],
 ) -> None:
     """A batch on every rank, then all of them to all."""
     names = ("predictions", "label_ids", "inputs", "loss")
@@ -271,6 +300,8 @@ def _go_in_rounds(
     while True:
         with failing_together(communicator, "evaluating"):
             feed, coming = coming, next(feeds, None)
+            if feed is None:
+                run_spare()
             own = [] if feed is None else [{name: part for name, part in run(feed).items() if name in rounds.parts}]
             own = [to_numpy({name: part for name, part in parts.items() if part is not None}) for parts in own]
             outline = outlined(own)

@@ -137,6 +137,7 @@ class EvaluatingTrainer(LoadingTrainer):
             forward_context=lambda: autocast(args, self.device),
             on_batch=on_batch,
             rounds=rounds,
+            spare=evaluation.spare_of(source, args.seed, communicator) if self._has_own_parts else None,
             rows_by_inputs=source.gives_batches,
             concatenates=args.eval_do_concat_batches,
             main_input=getattr(model, "main_input_name", "input_ids"),
@@ -176,6 +177,13 @@ class EvaluatingTrainer(LoadingTrainer):
         )
         weight = self._loss_facts.weight(inputs) if self._loss_takes_count else 1
         return predictor(self._prepare_inputs(inputs), weight)
+
+    @property
+    def _has_own_parts(self) -> bool:
+        """Whether the user has a part in what computes a micro-batch, so that every rank has to call it as often (`window.py`)."""
+        methods = (self.training_step, self.compute_loss, self.prediction_step, self._prepare_inputs)
+        is_own = (not str(getattr(method, "__module__", None)).startswith("allstep.") for method in methods)
+        return self.compute_loss_func is not None or any(is_own)
 
     @property
     def _keys_to_ignore(self) -> list[str]:

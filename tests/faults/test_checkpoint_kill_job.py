@@ -161,6 +161,7 @@ def kill_again_and_again(jobs: Jobs, steps: int, kills: list[tuple[str, int]]) -
     return history
 
 
+@pytest.mark.long
 def test_a_job_that_is_killed_thrice_ends_as_one_that_was_never_stopped(jobs):
     """One process ends what two have begun: the same bits, and half the time. `make long` has two to the end."""
     events = random.Random(20)

@@ -99,7 +99,7 @@ CASES = {
         saved=(5, 7),
     ),
 }
-SHORT = {"shm": {"kill", "hang", "nan", "full_disk", "stop"}, "gloo": {"kill"}}
+SHORT: dict[str, set[str]] = {"shm": {"kill", "hang", "nan"}, "gloo": set()}
 """Those of every run; the others are long."""
 
 

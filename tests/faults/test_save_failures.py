@@ -184,6 +184,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_is_really_full(tmp_path):
     """A file system of 1 MiB, of which each checkpoint takes some 0.3, in a name space of this test's own."""
     unshare = shutil.which("unshare")

@@ -22,6 +22,7 @@ from allstep.errors import CollectiveError
 from allstep.testing.ranks import RankPool, run_ranks
 
 SIZES = {"small": 100, "large": 3_000_000}
+OTHERS = (("small", False), ("small", True), ("large", True))
 
 
 def shared_group(timeout: float = 60.0, ranks: list[int] | None = None) -> Any:
@@ -56,8 +57,7 @@ def die_in_sum(rank: int, size: int, numel: int, own: bool) -> str:
     return message
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "own"), [("large", False), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)])
 def test_a_rank_killed_inside_a_sum_is_named_by_all_others_within_five_seconds(size: str, own: bool) -> None:
     with RankPool(3) as pool:
         outcomes = pool.outcomes(die_in_sum, SIZES[size], own, timeout=20)
@@ -373,7 +373,7 @@ def train_without_shared_memory_here(rank: int, size: int, weighs: bool) -> tupl
     return is_shared, gradients
 
 
-@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("weighs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_rank_that_got_ordinary_memory_reduces_with_those_that_share(weighs: bool) -> None:
     expected: list[torch.Tensor] = []
     torch.manual_seed(0)

@@ -205,7 +205,7 @@ def same(one, other):
     return one[0] == other[0] and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
-@pytest.mark.parametrize("make", [lora, two_adapters])
+@pytest.mark.parametrize("make", [lora, pytest.param(two_adapters, marks=pytest.mark.long)])
 def test_a_run_goes_on_bit_for_bit_on_one_rank_and_on_two(one_rank, ranks, tmp_path, make):
     (reference,) = one_rank.run(train, str(tmp_path / "one"), make, {})
     of_two = ranks.run(train, str(tmp_path / "two"), make, {"save_in_background": True})

@@ -223,6 +223,7 @@ def among_three(rank, size, file):
     return every_collective([0, None, 1, 2][rank], 3, file)
 
 
+@pytest.mark.long
 def test_some_of_the_ranks_may_put_a_group_together(four_ranks, tmp_path):
     zero, none, one, two = four_ranks.run(among_three, tmp_path / "store")
     assert none is None
@@ -347,7 +348,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_no_default_group_is_needed(tmp_path, size):
     (tmp_path / "script.py").write_text(SCRIPT)
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

@@ -378,10 +378,10 @@ BY_HAND = 'dist.init_process_group("gloo")'
 @pytest.mark.parametrize(
     ("join", "end"),
     [
-        ("allstep.join()", "allstep.leave()"),
         ("allstep.join()", ""),
-        (BY_HAND, "dist.destroy_process_group()"),
-        (BY_HAND, ""),
+        pytest.param("allstep.join()", "allstep.leave()", marks=pytest.mark.long),
+        pytest.param(BY_HAND, "dist.destroy_process_group()", marks=pytest.mark.long),
+        pytest.param(BY_HAND, "", marks=pytest.mark.long),
     ],
 )
 def test_a_program_with_a_channel_ends_cleanly(tmp_path, join, end):

@@ -180,7 +180,7 @@ class EvaluatingTrainer(LoadingTrainer):
 
     @property
     def _has_own_parts(self) -> bool:
-        """Whether a part of what computes a micro-batch is the user's; all ranks then call it as often (see `window.py`)."""
+        """Whether a part of what computes a micro-batch is the user's, so that all ranks call it as often (window.py)."""
         methods = (self.training_step, self.compute_loss, self.prediction_step, self._prepare_inputs)
         is_own = (not str(getattr(method, "__module__", None)).startswith("allstep.") for method in methods)
         return self.compute_loss_func is not None or any(is_own)

@@ -563,3 +563,14 @@ def test_a_backward_of_ones_own_on_a_rank_without_samples_counts_nothing(ranks, 
     _, plain = on_both(ranks, tmp_path / "plain", "Raw", **UNEVEN)
     _, together = on_both(ranks, tmp_path / "own", "GathersRaw", **UNEVEN)
     assert together[0]["digest"] == plain[0]["digest"]
+
+
+def test_a_second_training_has_a_log_of_its_own(tmp_path):
+    with one_thread():
+        trainer = make(Trainer, tmp_path, 1)
+        before = trainer.evaluate()
+        trainer.train()
+        first = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert trainer.state.log_history[0]["eval_loss"] == before["eval_loss"]
+        trainer.train()
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == len(first) == trainer.state.global_step

@@ -176,7 +176,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
                 eval_steps=args.get_interval("eval", plan.max_steps),
                 save_steps=args.get_interval("save", plan.max_steps),
                 train_batch_size=args.per_device_train_batch_size,
-                log_history=self.state.log_history,  # what was evaluated before training
+                log_history=self.state.log_history if self.last_run is None else [],  # what was evaluated before training
                 world_size=size,
                 global_batch_size=grid.global_batch_size,
             )

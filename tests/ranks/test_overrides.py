@@ -574,3 +574,84 @@ def test_a_second_training_has_a_log_of_its_own(tmp_path):
         assert trainer.state.log_history[0]["eval_loss"] == before["eval_loss"]
         trainer.train()
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == len(first) == trainer.state.global_step
+
+
+class SavesTogether(Trainer):
+    """As people do it for engines that shard the weights."""
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        self.accelerator.wait_for_everyone()
+        weights = self.accelerator.get_state_dict(self.model)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            torch.save(weights, Path(output_dir) / "weights.pt")
+
+
+KINDS["SavesTogether"] = SavesTogether
+
+
+def save_together(rank, size, folder, background):
+    trainer = make(SavesTogether, folder, size, save_strategy="steps", save_steps=2, save_in_background=background)
+    trainer.train()
+    trainer.save_model(str(folder))
+    return digest(sorted(trainer.model.state_dict().items()))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_way_to_save_may_talk_to_the_other_ranks(ranks, tmp_path, background):
+    (whole, _) = ranks.run(save_together, tmp_path, background)
+    for folder in ("checkpoint-4", "."):
+        assert digest(sorted(torch.load(tmp_path / folder / "weights.pt").items())) == whole
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").exists(), "so that the run can be resumed"
+
+
+class Levels(Dataset):
+    """Data that become harder; told by a callback, or by the epoch."""
+
+    def __init__(self):
+        self.level = 0.0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        row = Regression(8)[index]
+        return {**row, "labels": row["labels"] + self.level}
+
+
+class ByEpoch(Levels):
+    def set_epoch(self, epoch):
+        self.level = 10.0 * epoch
+
+
+class Curriculum(TrainerCallback):
+    decides_alike = False
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.dataset.level = 10.0 * round(state.epoch)
+
+
+@pytest.mark.parametrize("kind", [Levels, ByEpoch])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_workers_see_data_that_change_between_epochs(tmp_path, workers, kind):
+    dataset = kind()
+    settings = {"dataset": dataset, "dataloader_num_workers": workers, "accumulation": 1, "learning_rate": 1e-9}
+    trainer = make(Trainer, tmp_path, 1, logging_strategy="epoch", **settings)
+    if kind is Levels:
+        trainer.add_callback(Curriculum(dataset))
+    trainer.train()
+    first, second = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert first < 20 < second
+
+
+class Deaf(Trainer):
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        raise AssertionError("nobody calls it")
+
+
+def test_overrides_that_nobody_calls_are_named(tmp_path):
+    with pytest.warns(UserWarning, match=r"Deaf overrides _maybe_log_save_evaluate, which allstep's Trainer does not have"):
+        make(Deaf, tmp_path, 1)

@@ -135,3 +135,13 @@ def test_torchs_own_samplers_are_known():
     assert order_of(shared, 10, 3).take(0, 0, 10) == ShuffledOrder(10, 5).take(0, 0, 10)
     batches = order_of(BatchSampler(DistributedSampler(data, 2, 0, shuffle=False), 4, drop_last=False), 10, 3)
     assert [batches.take(0, at, at + 1) for at in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_sampler_without_a_length_is_refused_as_it_may_never_end():
+    class Endless(Sampler):
+        def __iter__(self):
+            while True:
+                yield 0
+
+    with pytest.raises(DataError, match="Endless has no length"):
+        len(SampledOrder(Endless(), 0))

@@ -11,6 +11,7 @@ rng_state_{rank}.pth  the generators of one rank; rng_state.pth in a world of on
 """
 
 import functools
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,8 @@ class TrainState:
     """Values for training_args.json."""
     write_model: Callable[[Path], object] | None = None
     """The user's way to write the model, and whatever else belongs to it, into a folder. None: as allstep writes models."""
+    writes_together: bool = False
+    """`write_model` is called on every rank, as it may talk to the others; what ranks but 0 write is thrown away."""
     with_generators: bool = True
     """False: no rng_state files, in runs that save the model only."""
 
@@ -117,13 +120,28 @@ def model_files(state: TrainState) -> dict[str, WriteFiles]:
     return files
 
 
+def _model_files_of(state: TrainState, rank: int) -> dict[str, WriteFiles]:
+    if rank == 0:
+        return model_files(state)
+    write_model = state.write_model
+    if write_model is None or not state.writes_together:
+        return {}
+
+    def call_aside(folder: Path) -> list[str]:
+        with tempfile.TemporaryDirectory() as aside:
+            write_model(Path(aside))
+        return []
+
+    return {WEIGHTS_FILE: call_aside}
+
+
 def live_files(state: TrainState, rank: int, world_size: int) -> dict[str, WriteFiles]:
     """How to write the files of `rank`, by the name of what is written; nothing is read or written yet.
 
     Rank 0 has those that a checkpoint has once, and each rank its generators.
     """
     files = {name: _file(name, write, value) for name, (write, value) in _parts(state, rank, world_size).items()}
-    return (model_files(state) if rank == 0 else {}) | files
+    return _model_files_of(state, rank) | files
 
 
 def copied_files(state: TrainState, rank: int, world_size: int, folder: Path) -> dict[str, WriteFiles]:
@@ -132,7 +150,7 @@ def copied_files(state: TrainState, rank: int, world_size: int, folder: Path) ->
     Where a model or tokenizer has a `save_pretrained` of its own, it is called now, as it may look at anything.
     """
     files: dict[str, WriteFiles] = {}
-    for label, write in (model_files(state) if rank == 0 else {}).items():
+    for label, write in _model_files_of(state, rank).items():
         if label == WEIGHTS_FILE and state.write_model is None and not writes_itself(unwrapped(state.model)):
             files[label] = copied_weights(state.model)
         else:

@@ -151,8 +151,11 @@ class SampledOrder(Order):
         self._own_seed = 0 if self._generator is None else self._generator.initial_seed()
 
     def __len__(self) -> int:
-        if self._length is None:
-            self._length = len(self.places(0))
+        if self._length is None:  # it may never end
+            raise DataError(
+                f"{type(self._sampler).__name__} has no length: expected a __len__ that says how many items it gives in an "
+                f"epoch, by which steps are planned. Give it one, or train on an IterableDataset."
+            )
         return self._length
 
     def places(self, epoch: int) -> Sequence[Any]:

@@ -70,6 +70,7 @@ def _epoch(run: Run, saver: Saver) -> None:
     epoch, state = run.position.epoch, run.callbacks.state
     run.callbacks.call("on_epoch_begin")
     agree(run, ["on_epoch_begin"])
+    _show_data_anew(run)
     for step in itertools.count(run.position.step):
         if not run.feeds.has_step(epoch, step):
             run.position = state.position = DataPosition(epoch=epoch + 1)
@@ -95,6 +96,19 @@ def _epoch(run: Run, saver: Saver) -> None:
     run.callbacks.call("on_epoch_end")
     agree(run, ["on_epoch_end"])
     _log_evaluate_save(run, saver, result)
+
+
+def _show_data_anew(run: Run) -> None:
+    """Tell a map-style dataset the epoch; loader workers, which have copies of it, begin anew where it may have changed."""
+    dataset, options = run.source.dataset, run.source.options
+    if run.source.order is None:
+        return  # streams are told by their readers
+    tell = getattr(dataset, "set_epoch", None)
+    if callable(tell):
+        tell(run.position.epoch)
+    heard = not run.deciding_events.isdisjoint(("on_epoch_begin", "on_epoch_end"))
+    if options.num_workers and not options.persistent_workers and (heard or callable(tell)):
+        run.feeds.begin(run.position, run.plan.max_steps - run.callbacks.state.global_step)
 
 
 def _advance(run: Run, result: StepResult) -> None:

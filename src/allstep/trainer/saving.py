@@ -41,6 +41,7 @@ class Saver:
         checkpoints: where they lie.
         processing_class: a tokenizer or the like, saved beside the model.
         write_model: the user's way to write the model into a folder, on rank 0.
+        writes_together: it is called on all ranks.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Saver:
         checkpoints: CheckpointManager,
         processing_class: Any,
         write_model: Callable[[Path], object] | None = None,
+        *,
+        writes_together: bool = False,
     ) -> None:
         self._run, self._checkpoints, self._processing_class = run, checkpoints, processing_class
-        self._write_model = write_model
+        self._write_model, self._writes_together = write_model, writes_together
         self.calls = 0
         """How often `save` was called."""
         self._best_is_now = False  # the last evaluation was the best, and no checkpoint holds it yet
@@ -247,6 +250,7 @@ class Saver:
             data=run.feeds if whole and isinstance(run.feeds, StreamFeeds) else None,
             processing_class=self._processing_class,
             write_model=self._write_model,
+            writes_together=self._writes_together,
             trainer_state=run.callbacks.state.to_dict(),
             training_args=run.args.to_dict(),
             with_generators=whole,

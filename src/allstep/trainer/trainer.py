@@ -224,7 +224,7 @@ class Trainer(EvaluatingTrainer, OptimizingTrainer, KeepingTrainer):
         handler.args, handler.processing_class = args, self.processing_class  # they may have been set since
         if isinstance(grid, StreamGrid):
             self.sinks.message(f"the training stream {type(source.dataset).__name__} is split {grid.split.reason}")
-        saver = Saver(run, checkpoints, self.processing_class, self._own_way())
+        saver = Saver(run, checkpoints, self.processing_class, self._own_way(), writes_together=self._has_own_save_model)
         if folder is not None:
             self.sinks.message(saver.resume(folder))
         if in_order and (line := order_line(grid, size, sum(p.numel() * p.element_size() for p in run.parameters))):

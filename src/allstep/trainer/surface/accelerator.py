@@ -193,7 +193,7 @@ class Accelerator:
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Collective. Tensors as long in `dim` as the longest of all ranks, filled up with `pad_index`."""
         if isinstance(tensor, (list, tuple)):
-            return type(tensor)(self.pad_across_processes(each, dim, pad_index, pad_first) for each in tensor)
+            return _alike(tensor, [self.pad_across_processes(each, dim, pad_index, pad_first) for each in tensor])
         if isinstance(tensor, Mapping):
             return {key: self.pad_across_processes(each, dim, pad_index, pad_first) for key, each in tensor.items()}
         if not isinstance(tensor, torch.Tensor) or dim >= tensor.dim():
@@ -218,9 +218,11 @@ class Accelerator:
         """Collective. Rank 0 runs the block first, then all others."""
         if not self.is_main_process:
             self.wait_for_everyone()
-        yield
-        if self.is_main_process:
-            self.wait_for_everyone()
+        try:
+            yield
+        finally:  # the others wait, also for a block that failed
+            if self.is_main_process:
+                self.wait_for_everyone()
 
     # ---- said and written
 
@@ -244,11 +246,16 @@ class Accelerator:
         return gathered if real is None else _first_rows(gathered, real)
 
 
+def _alike(before: Any, items: list[Any]) -> Any:
+    """`items` in a list or tuple, with or without names, of the class of `before`."""
+    return type(before)(*items) if hasattr(before, "_fields") else type(before)(items)
+
+
 def _gathered(value: Any, communicator: Communicator) -> Any:
     if isinstance(value, Mapping):
         return {key: _gathered(each, communicator) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_gathered(each, communicator) for each in value)
+        return _alike(value, [_gathered(each, communicator) for each in value])
     if not isinstance(value, torch.Tensor):
         return value
     own = (value if value.dim() else value[None]).detach().contiguous()

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ class TrainerBase:
             self.sinks.message(line)
         self.callback_handler.call("on_init_end")
         self._memory.end("init")
+        warn_of_deaf_overrides(type(self))
 
     # ---- logging and callbacks
 
@@ -236,6 +238,26 @@ def check_constructor(
         raise TypeError("Trainer takes either optimizers or optimizer_cls_and_kwargs; leave one of them out.")
     if tokenizer is not None and processing_class is not None and tokenizer is not processing_class:
         raise TypeError("tokenizer is the older name of processing_class; give one of them.")
+
+
+NEVER_CALLED = (
+    "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate", "_load_best_model", "_load_from_checkpoint",
+    "_determine_best_metric", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state",
+    "_wrap_model", "get_batch_samples", "_get_num_items_in_batch", "_clip_grad_norm",
+)  # fmt: skip
+"""Inner methods of Hugging Face's Trainer that scripts override now and then, and that nothing here calls."""
+
+
+def warn_of_deaf_overrides(kind: type) -> None:
+    """Say which methods of a subclass will never be called, though they would be in Hugging Face's Trainer."""
+    deaf = [name for name in NEVER_CALLED if hasattr(kind, name)]
+    if deaf:
+        warnings.warn(
+            f"{kind.__name__} overrides {', '.join(deaf)}, which allstep's Trainer does not have and never calls. What can be "
+            f"overridden: training_step, compute_loss, prediction_step, evaluation_loop, _save_checkpoint, save_model, log, "
+            f"the get_*_dataloader methods, create_optimizer, create_scheduler; and callbacks.",
+            stacklevel=4,
+        )
 
 
 def made(model_init: Callable[..., nn.Module] | None) -> nn.Module:

@@ -31,14 +31,16 @@ class KeepingTrainer(TrainerBase):
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Collective. Write the model, and the tokenizer if there is one, as files that `from_pretrained` reads.
 
-        Override it, or `_save`, for another way: checkpoints are then written that way too, by rank 0.
+        Override it, or `_save`, for another way: checkpoints are then written that way too. An override of this is called on
+        all ranks, one of `_save` on rank 0; what counts is what rank 0 writes.
 
         Args:
             output_dir: where to; None is `args.output_dir`.
             _internal_call: for overrides that were written for transformers: whether a checkpoint is being written.
         """
         if self._is_writing:
-            self._save(output_dir)
+            if self.is_world_process_zero():
+                self._save(output_dir)
             return
         checkpoints = CheckpointManager(self._output_dir, self.communicator)
         state = TrainState(model=self.model, processing_class=self.processing_class, write_model=self._own_way(of_model=True))
@@ -171,13 +173,16 @@ class KeepingTrainer(TrainerBase):
 
         With `of_model`, `save_model` has been called already.
         """
-        saves = getattr(self.save_model, "__func__", None) is not KeepingTrainer.save_model
-        if saves and not of_model:
+        if self._has_own_save_model and not of_model:
             internal = "_internal_call" in inspect.signature(self.save_model).parameters
             return self._written(lambda folder: self.save_model(str(folder), **({"_internal_call": True} if internal else {})))
         if getattr(self._save, "__func__", None) is not KeepingTrainer._save:
             return self._written(lambda folder: self._save(str(folder)))
         return None
+
+    @property
+    def _has_own_save_model(self) -> bool:
+        return getattr(self.save_model, "__func__", None) is not KeepingTrainer.save_model
 
     def _written(self, write: Callable[[Path], object]) -> Callable[[Path], object]:
         def run(folder: Path) -> None:

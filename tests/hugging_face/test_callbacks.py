@@ -118,12 +118,12 @@ def with_their_own(rank, size, folder):
         trainer = allstep.Trainer(RegressionNet(), args, train_dataset=Regression(24), callbacks=own)
         trainer.remove_callback(transformers.ProgressCallback)
         trainer.train()
-        without = len(asked)
+        without, logged = len(asked), [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
         trainer.add_callback(TensorBoardCallback)
         trainer.train()
+        logged += [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     finally:
         decisions.any_rank = exchange
-    logged = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     return trainer.callback_handler.callback_list.splitlines(), logged, without
 
 

@@ -267,10 +267,9 @@ def numbers_of(rank, size, kind, folder, accumulation):
     """The largest relative difference of logged losses and gradients from the reference; eval_loss, and what it is by hand."""
     from allstep import Trainer, TrainingArguments
 
-    class Recording(Trainer):
-        def _prepare_inputs(self, inputs):
-            batches.append(inputs)
-            return super()._prepare_inputs(inputs)
+    def recorded(samples):
+        batches.append(collator(samples))
+        return batches[-1]
 
     make, row, collator, reference = KINDS[kind]
     batches, watch, rows = [], Watch(), [row(index) for index in range(ROWS)]
@@ -280,7 +279,7 @@ def numbers_of(rank, size, kind, folder, accumulation):
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, num_train_epochs=1, optim="sgd",
         learning_rate=0.0, max_grad_norm=0.0, logging_steps=1, save_strategy="no", per_device_eval_batch_size=1 + accumulation,
     )  # fmt: skip
-    trainer = Recording(model, args, data_collator=collator, train_dataset=rows, eval_dataset=rows, callbacks=[watch])
+    trainer = Trainer(model, args, data_collator=recorded, train_dataset=rows, eval_dataset=rows, callbacks=[watch])
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     windows = trainer.communicator.all_gather_object(

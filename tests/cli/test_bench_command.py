@@ -140,6 +140,7 @@ def test_steps_are_compared_with_the_best_of_torch_and_with_no_synchronisation(a
     assert result["models"] == {"small": command.MODELS["small"]}
 
 
+@pytest.mark.long
 def test_wrong_gradients_fail_the_command_and_say_which_side(allstep, script):
     script(WRONG_BACKEND, "wrong_sums.py")
     end = allstep(

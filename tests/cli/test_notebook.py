@@ -66,6 +66,7 @@ USED = """
 """After this a copy of the process hangs where it computes with two threads."""
 
 
+@pytest.mark.long
 def test_after_threads_were_used_ranks_have_one_or_are_new_processes_where_the_function_can_be_sent(notebook, tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(RUN.replace("said-", "sent-") + TRAIN))
     calls = (

@@ -146,6 +146,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.long
 def test_what_the_system_itself_refuses_in_the_middle_of_a_file_is_reported_with_its_reason(tmp_path: Path) -> None:
     """The C++ and Rust code that writes tensors has errors of its own kinds; here it meets a real one, from write(2)."""
     done = subprocess.run(

@@ -138,6 +138,7 @@ def test_a_broken_connection_is_not_taken_for_the_cause(launch):
     assert "rank 0 failed as a consequence: RuntimeError: Connection closed by peer [127.0.0.1]:59623" in rest
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_a_torch_program_is_named_and_not_who_noticed(launch):
     job = launch("""
         import torch
@@ -455,7 +456,7 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_ranks_that_stop_in_order_get_the_time_that_they_need(launch, number):
     job = launch(POLITE + SAVES)
     job.start("--grace_period", "1", "--monitor_interval", "0.05")

@@ -117,6 +117,7 @@ def both(launch):
 # On hosts of their own.
 
 
+@pytest.mark.long
 def test_ranks_of_two_hosts_join_over_their_network(hosts, both):
     jobs = both("""
         import json, torch
@@ -146,7 +147,7 @@ def test_ranks_of_two_hosts_join_over_their_network(hosts, both):
         }
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_host_that_dies_ends_the_job_on_the_other_and_is_named(hosts, both, killed):
     jobs = both("ready()\nblock()").start(29500, hosts=hosts)
     jobs.ready()
@@ -192,7 +193,7 @@ def test_a_first_host_that_does_not_answer_is_an_error_with_address_and_reason(h
 # As two launches on this host.
 
 
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_both_hosts_report_the_rank_that_failed_first(both, port, failing):
     jobs = both(f"""
         def step(batch):
@@ -247,7 +248,7 @@ def test_the_exit_status_is_the_same_on_both_hosts(both, port):
     assert [status for status, _ in jobs.end()] == [3, 3]
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_signal_to_one_launcher_stops_the_ranks_of_both(both, port, asked):
     jobs = both("ready()\nblock()").start(port)
     jobs.ready()

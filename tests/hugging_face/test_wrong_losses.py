@@ -253,6 +253,10 @@ KINDS = {
 }  # fmt: skip
 
 
+SHORT = {"classes", "tags", "masked tokens", "GPT-2", "Llama", "T5", "a count", "LoRA, tags", "prompts"}
+"""Those of every run; the others are long."""
+
+
 class Watch(transformers.TrainerCallback):
     """The gradients of each step, and how many batches were seen by then."""
 
@@ -319,7 +323,7 @@ def by_hand(model, batch, reference):
     return float(loss.detach()), {name: p.grad for name, p in again.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in KINDS])
 def test_losses_and_gradients_are_means_over_the_global_batch(one_rank, ranks, tmp_path, kind):
     for accumulation in (1, 4):
         found = [each for pool in (one_rank, ranks) for each in pool.run(numbers_of, kind, str(tmp_path), accumulation)]

@@ -125,7 +125,9 @@ def test_in_whatever_order_the_model_is_compiled_gradients_are_reduced(ranks, or
         assert graphs <= (1 if "side" in order or "around" in order else 2)  # beside the model, what surrounds it
 
 
-@pytest.mark.parametrize("order", [pytest.param("inside", marks=pytest.mark.long), "around", "whole step"])
+@pytest.mark.parametrize(
+    "order", ["around", pytest.param("inside", marks=pytest.mark.long), pytest.param("whole step", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

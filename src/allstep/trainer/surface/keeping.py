@@ -26,7 +26,7 @@ class KeepingTrainer(TrainerBase):
     """Writes what is to be kept. See `Trainer` for the arguments."""
 
     _saver: Saver | None = None  # of the run that trains, or did last
-    _is_writing = False  # a checkpoint's or model's folder is being filled, on rank 0 alone
+    _is_writing = False  # a checkpoint's or model's folder is being filled; what ranks but 0 write is thrown away
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Collective. Write the model, and the tokenizer if there is one, as files that `from_pretrained` reads.

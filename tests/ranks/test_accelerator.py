@@ -70,7 +70,7 @@ def evaluate_by_hand(rank, size, folder, batch, samples):
 
 
 @pytest.mark.parametrize("samples", [1, 3, 7, 8])
-@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("batch", [1, 2, 3])
 def test_an_evaluation_by_hand_sees_each_sample_once_and_in_order(ranks, tmp_path, batch, samples):
     alone, labels = evaluate_by_hand(0, 1, tmp_path, batch, samples)
     assert torch.equal(labels, torch.stack([Regression(samples)[index]["labels"] for index in range(samples)]))

@@ -100,6 +100,14 @@ def test_ranks_have_as_many_batches_and_one_knows_what_is_real(ranks, drop_last)
     assert seen == (ROWS[: 10 // (2 * ranks) * 2 * ranks] if drop_last else ROWS)
 
 
+@pytest.mark.parametrize("loader", [DataLoader(ROWS[:5], 1), DataLoader(ROWS[:5], batch_sampler=[[0, 1], [2], [3, 4]])])
+def test_batches_of_one_and_whole_batches_that_fill_up_a_round_are_told_too(loader):
+    seen, loaders = [], [of(loader, rank, 2) for rank in range(2)]
+    for batches in zip(*loaders, strict=True):
+        seen += [row for batch in batches for row in batch.tolist()][: loaders[0].real_samples]
+    assert seen == ROWS[:5]
+
+
 def test_a_loader_for_ranks_is_a_data_loader_with_the_same_parts():
     plain = DataLoader(ROWS, 4, shuffle=True, drop_last=True)
     shared = of(plain, 1, 2)

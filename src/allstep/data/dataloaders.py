@@ -162,8 +162,8 @@ class RankDataLoader(DataLoader[Any]):
         samples = min(len(order), rounds * step)
         picks = (self._pick(order, epoch, number, source.batch_size, samples) for number in range(rounds))
         for number, feed in enumerate(loader.feeds(picks)):
-            left = samples - number * step
-            self.real_samples = left if left < step and source.batch_size > 1 else None
+            is_full = (number + 1) * step <= samples
+            self.real_samples = None if is_full else len(order.take(epoch, number * step, samples))
             yield to_device(feed.inputs, self.device)
         self.real_samples = None
 

@@ -108,6 +108,15 @@ def test_batches_of_one_and_whole_batches_that_fill_up_a_round_are_told_too(load
     assert seen == ROWS[:5]
 
 
+def test_a_loop_that_is_left_early_leaves_no_cut_behind():
+    loader = of(DataLoader(ROWS[:1], 2), 0, 2)
+    batches = iter(loader)
+    next(batches)
+    assert loader.real_samples == 1
+    batches.close()
+    assert loader.real_samples is None
+
+
 def test_a_loader_for_ranks_is_a_data_loader_with_the_same_parts():
     plain = DataLoader(ROWS, 4, shuffle=True, drop_last=True)
     shared = of(plain, 1, 2)

@@ -161,11 +161,13 @@ class RankDataLoader(DataLoader[Any]):
         rounds, step = len(self), source.batch_size * self.ranks
         samples = min(len(order), rounds * step)
         picks = (self._pick(order, epoch, number, source.batch_size, samples) for number in range(rounds))
-        for number, feed in enumerate(loader.feeds(picks)):
-            is_full = (number + 1) * step <= samples
-            self.real_samples = None if is_full else len(order.take(epoch, number * step, samples))
-            yield to_device(feed.inputs, self.device)
-        self.real_samples = None
+        try:
+            for number, feed in enumerate(loader.feeds(picks)):
+                is_full = (number + 1) * step <= samples
+                self.real_samples = None if is_full else len(order.take(epoch, number * step, samples))
+                yield to_device(feed.inputs, self.device)
+        finally:  # also where the loop over it was left early
+            self.real_samples = None
 
     def _pick(self, order: Order, epoch: int, number: int, size: int, samples: int) -> Pick:
         start = (number * self.ranks + self.rank) * size
